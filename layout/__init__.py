@@ -1,0 +1,1 @@
+"""Bytes at rest: records, number formats, checkpoints, drives, reading and writing."""

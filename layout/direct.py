@@ -1,0 +1,151 @@
+"""Reading a range of a file past the page cache: the one place where bytes come in.
+
+O_DIRECT moves whole aligned blocks, so a read takes the aligned superset of its range and hands out the slice. Where a file system refuses
+direct reads the mode says so and why, and the same calls go through the page cache.
+"""
+
+import errno
+import mmap
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from manifests.errors import BadInputError, DamagedDataError
+
+PAGE = 4096
+_HUGE_PAGE = 2 << 20
+_ALIGNMENTS = (PAGE, 16384, 65536)
+# Refusals that mean "not here"; anything else is a real error.
+_REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
+
+
+class Extent(NamedTuple):
+    """A range of a file, in bytes."""
+
+    path: Path
+    offset: int
+    n_bytes: int
+
+
+class ReadMode(NamedTuple):
+    """How a directory's files are read. `alignment` is in bytes; `reason` says why direct reads are not used."""
+
+    is_direct: bool
+    alignment: int = PAGE
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"direct, {self.alignment} B aligned" if self.is_direct else f"buffered ({self.reason})"
+
+
+BUFFERED = ReadMode(is_direct=False, reason="asked for")
+
+
+class ShortReadError(DamagedDataError):
+    """A file ended before the range that was asked of it."""
+
+
+def round_up(n: int, step: int) -> int:
+    return -(-n // step) * step
+
+
+def span_bytes(n_bytes: int, alignment: int = PAGE) -> int:
+    """Return how large a buffer must be to receive any range of n_bytes, wherever it begins."""
+    return round_up(n_bytes, alignment) + alignment
+
+
+def aligned_buffer(n_bytes: int) -> memoryview:
+    """Return zeroed, page-aligned, writable memory; in huge pages where that pays."""
+    memory = mmap.mmap(-1, round_up(max(n_bytes, 1), PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if n_bytes >= _HUGE_PAGE:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
+
+
+def read_extent(extent: Extent, buffer: memoryview, mode: ReadMode) -> memoryview:
+    """Read a range of a file into the buffer and return the slice of the buffer that holds it.
+
+    buffer  writable, aligned to `mode.alignment`, at least `span_bytes(extent.n_bytes, mode.alignment)` long
+
+    Raises ShortReadError if the file ends early, OSError if the device fails.
+    """
+    lead = extent.offset % mode.alignment if mode.is_direct else 0
+    begin, needed = extent.offset - lead, lead + extent.n_bytes
+    room = round_up(needed, mode.alignment) if mode.is_direct else needed
+    fd = os.open(extent.path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if mode.is_direct else 0))
+    try:
+        got = _fill(fd, buffer[:room], begin, needed, mode)
+        if not mode.is_direct:
+            os.posix_fadvise(fd, begin, needed, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+    if got < needed:
+        raise ShortReadError(f"{extent.path}: ends at {begin + got} bytes, expected at least {extent.offset + extent.n_bytes}")
+    return buffer[lead:needed]
+
+
+def _fill(fd: int, buffer: memoryview, begin: int, needed: int, mode: ReadMode) -> int:
+    """Read until `needed` bytes are there or the file ends; return how many are."""
+    done = 0
+    while done < needed:
+        # A direct read goes on from an aligned place: what lies between is read once more.
+        start = done - done % mode.alignment if mode.is_direct else done
+        got = os.preadv(fd, [buffer[start:]], begin + start)
+        if start + got <= done:
+            break
+        done = start + got
+    return min(done, needed)
+
+
+def probe_directory(directory: Path) -> ReadMode:
+    """Find out by a transfer how the files of a directory can be read.
+
+    An existing file is read where there is one; an empty directory gets a small file for the moment of the probe.
+    Raises BadInputError if the directory is not there.
+    """
+    try:
+        entries = [entry for entry in os.scandir(directory) if entry.is_file()]
+    except OSError as error:
+        raise BadInputError(f"{directory}: cannot be opened as a directory: {error.strerror}") from None
+    for entry in entries:
+        if entry.stat().st_size >= PAGE:
+            return _probe_file(Path(entry.path))
+    return _probe_with_new_file(directory)
+
+
+def _probe_with_new_file(directory: Path) -> ReadMode:
+    path = directory / f".probe-{os.getpid()}.partial"
+    try:
+        path.write_bytes(bytes(range(256)) * (_ALIGNMENTS[-1] // 128))
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        return ReadMode(is_direct=False, reason=f"no file to try, and none can be made: {error.strerror}")
+    try:
+        return _probe_file(path)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _probe_file(path: Path) -> ReadMode:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno not in _REFUSALS:
+            raise
+        return ReadMode(is_direct=False, reason=f"the file system refuses O_DIRECT: {error.strerror}")
+    try:
+        for alignment in _ALIGNMENTS:
+            buffer = aligned_buffer(alignment)
+            try:
+                got = os.preadv(fd, [buffer], 0)
+            except OSError as error:
+                if error.errno not in _REFUSALS:
+                    raise
+                continue
+            with path.open("rb") as file:
+                if file.read(got) != buffer[:got]:
+                    return ReadMode(is_direct=False, reason=f"a direct read of {path.name} gave other bytes than a plain one")
+            return ReadMode(is_direct=True, alignment=alignment)
+    finally:
+        os.close(fd)
+    return ReadMode(is_direct=False, reason=f"direct reads are refused at every alignment up to {_ALIGNMENTS[-1]} B")

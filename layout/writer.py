@@ -1,0 +1,101 @@
+"""Files that appear whole or not at all: a partial name, the bytes, fsync, rename, and fsync of the directory."""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from layout.direct import PAGE, ReadMode, round_up
+from manifests.errors import KtierError, NoSpaceError
+
+PARTIAL_SUFFIX = ".partial"
+
+
+def write_record(path: Path, buffer: memoryview, n_bytes: int, mode: ReadMode) -> None:
+    """Make a file of the buffer's first n_bytes, past the page cache where the mode is direct.
+
+    buffer  aligned, and as long as n_bytes rounded up to the alignment
+
+    The name is durable once `sync_directory` has been called. Raises NoSpaceError if the file system is full.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    padded = round_up(n_bytes, mode.alignment) if mode.is_direct else n_bytes
+    with _partial(path) as partial:
+        fd = _open_for_writing(partial, flags, is_direct=mode.is_direct)
+        try:
+            _reserve(fd, padded)
+            _write_all(fd, buffer[:padded])
+            # The last block was written whole; the file ends where its bytes end.
+            os.ftruncate(fd, n_bytes)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Make or replace a small file, durably."""
+    with _partial(path) as partial, partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(path.parent)
+
+
+@contextmanager
+def replaced_file(path: Path) -> Iterator[Path]:
+    """Give a partial path to write; what is there at the end is synced and takes the name, unless an error comes first."""
+    with _partial(path) as partial:
+        yield partial
+        fd = os.open(partial, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _partial(path: Path) -> Iterator[Path]:
+    partial = path.with_name(path.name + PARTIAL_SUFFIX)
+    try:
+        yield partial
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NoSpaceError(f"{path}: no room left on the file system; make room and run the same command again") from None
+        raise KtierError(f"{path}: cannot be written: {error.strerror}") from error
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _reserve(fd: int, n_bytes: int) -> None:
+    try:
+        os.posix_fallocate(fd, 0, n_bytes)
+    except OSError as error:
+        # Only a help against fragments: some file systems cannot, and the C library's substitute cannot write direct.
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+
+
+def _open_for_writing(path: Path, flags: int, *, is_direct: bool) -> int:
+    return os.open(path, flags | (os.O_DIRECT if is_direct else 0), 0o644)
+
+
+def _write_all(fd: int, data: memoryview) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], done)
+        # A direct write that the disk cut short goes on from an aligned place, or fails there with its reason.
+        done -= done % PAGE if done < len(data) else 0

@@ -1,0 +1,1 @@
+"""What is true of one prepared model: types and files."""

@@ -1,0 +1,1 @@
+"""From a checkpoint to bytes at rest: kprep."""

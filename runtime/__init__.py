@@ -1,0 +1,1 @@
+"""From bytes at rest to tokens: krun."""

@@ -1,0 +1,1 @@
+"""One operation per file: its formula and its plain-torch form."""
