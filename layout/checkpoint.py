@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from layout.config import ConfigFacts, read_config
-from layout.direct import Extent
+from layout.direct import Extent, ReadMode, probe_directory
 from layout.record import SEGMENT_NAMES, RecordLayout, record_layout
 from layout.tensors import FLOAT_DTYPES, SpineTensor, expert_tensor, expert_tensor_names, is_vision, spine_tensors
 from manifests.errors import BadInputError, listed
@@ -56,6 +56,7 @@ class Checkpoint:
     shards: tuple[Shard, ...]
     tensors: Mapping[str, Tensor]
     digest: str
+    read_mode: ReadMode
 
     @property
     def geometry(self) -> Geometry:
@@ -105,7 +106,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     if faults:
         raise BadInputError(listed(faults, f"{directory}: the checkpoint cannot be used; {len(faults)} faults:"))
     good = tuple(shard for shard in shards if shard is not None)
-    return Checkpoint(directory, config, facts, good, tensors, _digest(config, good))
+    return Checkpoint(directory, config, facts, good, tensors, _digest(config, good), probe_directory(directory))
 
 
 def read_json(path: Path, *, default: Mapping[str, Any] | None = None) -> Mapping[str, Any]:

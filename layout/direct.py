@@ -7,6 +7,7 @@ direct reads the mode says so and why, and the same calls go through the page ca
 import errno
 import mmap
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,6 +96,13 @@ def _fill(fd: int, buffer: memoryview, begin: int, needed: int, mode: ReadMode) 
             break
         done = start + got
     return min(done, needed)
+
+
+def file_blocks(path: Path, begin: int, end: int, mode: ReadMode, *, block_bytes: int = 32 << 20) -> Iterator[memoryview]:
+    """Yield a range of a file in order, block by block; each block is valid until the next. Raises as read_extent does."""
+    buffer = aligned_buffer(span_bytes(min(block_bytes, end - begin), mode.alignment))
+    for offset in range(begin, end, block_bytes):
+        yield read_extent(Extent(path, offset, min(block_bytes, end - offset)), buffer, mode)
 
 
 def probe_directory(directory: Path) -> ReadMode:

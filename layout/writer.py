@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,10 +12,11 @@ from manifests.errors import KtierError, NoSpaceError
 PARTIAL_SUFFIX = ".partial"
 
 
-def write_record(path: Path, buffer: memoryview, n_bytes: int, mode: ReadMode) -> None:
+def write_record(path: Path, buffer: memoryview, n_bytes: int, mode: ReadMode, *, check: Callable[[Path], None] | None = None) -> None:
     """Make a file of the buffer's first n_bytes, past the page cache where the mode is direct.
 
     buffer  aligned, and as long as n_bytes rounded up to the alignment
+    check   called with the partial file's path once its bytes are on the disk; what it raises keeps the file from appearing
 
     The name is durable once `sync_directory` has been called. Raises NoSpaceError if the file system is full.
     """
@@ -31,6 +32,8 @@ def write_record(path: Path, buffer: memoryview, n_bytes: int, mode: ReadMode) -
             os.fsync(fd)
         finally:
             os.close(fd)
+        if check is not None:
+            check(partial)
 
 
 def write_bytes(path: Path, data: bytes) -> None:

@@ -40,7 +40,10 @@ class DeviceError(KtierError):
     exit_code = 6
 
 
-INTERRUPTED_EXIT_CODE = 130
+class Interrupted(KtierError):
+    """Ctrl-C, or a request to end."""
+
+    exit_code = 130
 
 
 def listed(faults: list[str], heading: str, *, most: int = 20) -> str:

@@ -1,0 +1,51 @@
+"""Work over many items in a few threads, with results as they come and a clean end on the first error or on Ctrl-C."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from queue import SimpleQueue
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def run_parallel(items: Iterable[Item], make_worker: Callable[[], Callable[[Item], Result]], *, n_workers: int) -> Iterator[Result]:
+    """Yield the result of every item, in the order of completion.
+
+    make_worker is called once per thread, so that each can hold buffers of its own. The first exception of a worker is raised here. When the
+    caller stops early, every thread ends after the item that it is on.
+    """
+    waiting, lock, done = iter(items), threading.Lock(), SimpleQueue[tuple[str, object]]()
+    is_stopped = threading.Event()
+
+    def serve() -> None:
+        try:
+            work = make_worker()
+            while not is_stopped.is_set():
+                with lock:
+                    item = next(waiting)
+                done.put(("result", work(item)))
+        except StopIteration:
+            pass
+        except BaseException as error:
+            done.put(("error", error))
+        done.put(("end", None))
+
+    threads = [threading.Thread(target=serve, daemon=True) for _ in range(n_workers)]
+    for thread in threads:
+        thread.start()
+    n_running = n_workers
+    try:
+        while n_running:
+            kind, value = done.get()
+            if kind == "error":
+                assert isinstance(value, BaseException)
+                raise value
+            if kind == "end":
+                n_running -= 1
+            else:
+                yield value  # type: ignore[misc]
+    finally:
+        is_stopped.set()
+        for thread in threads:
+            thread.join()

@@ -1,0 +1,94 @@
+"""What both commands share on a terminal: exit codes, messages and progress.
+
+Beside the two cli.py this is the one place that knows typer and rich.
+"""
+
+import os
+import signal
+import sys
+import time
+from types import FrameType, TracebackType
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from layout.sizes import format_rate, format_size
+from manifests.errors import Interrupted, KtierError
+
+PLAIN_LINE_EVERY_S = 10.0
+
+
+def run_command(app: typer.Typer, *, name: str) -> int:
+    """Run a command line and return its exit code; a user's mistake ends in one message, never in a stack trace."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+    try:
+        app(prog_name=name)
+    except KtierError as error:
+        note(f"{name}: {error}")
+        return error.exit_code
+    except BrokenPipeError:
+        # The reader of our output has gone; what is still buffered has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return KtierError.exit_code
+    except OSError as error:
+        note(f"{name}: {error.filename or 'input/output'}: {error.strerror or error}")
+        return KtierError.exit_code
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return 0
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise Interrupted("interrupted; what was finished stays, and nothing half-written is left")
+
+
+def say(text: str) -> None:
+    """Print a result."""
+    print(text, flush=True)
+
+
+def write_text(text: str) -> None:
+    """Print a piece of a text that goes on."""
+    print(text, end="", flush=True)
+
+
+def note(text: str) -> None:
+    """Print a remark or an error beside the results."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class ProgressLine:
+    """Shows bytes done per phase, with rate and time left: a moving bar on a terminal, else a plain line now and then."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        self._bars = Progress(*columns, console=console) if console.is_terminal else None
+        self._tasks: dict[str, TaskID] = {}
+        self._began: dict[str, float] = {}
+        self._last_line = time.monotonic()
+
+    def __enter__(self) -> "ProgressLine":
+        if self._bars is not None:
+            self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        if self._bars is not None:
+            task = self._tasks.setdefault(phase, TaskID(-1))
+            if task < 0:
+                task = self._tasks[phase] = self._bars.add_task(phase, total=total)
+            self._bars.update(task, completed=done, total=total)
+            return
+        now = time.monotonic()
+        began = self._began.setdefault(phase, now)
+        if done >= total or now - self._last_line >= PLAIN_LINE_EVERY_S:
+            self._last_line = now
+            rate = f", {format_rate(done / (now - began))}" if now > began else ""
+            note(f"{phase}: {format_size(done)} of {format_size(total)}{rate}")

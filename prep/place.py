@@ -1,0 +1,160 @@
+"""place: carry a plan out. Copies are proved before they count, and the new manifest is published last.
+
+The given drives are the complete new set. Nothing is deleted: files that the plan no longer names stay where they are.
+"""
+
+import dataclasses
+import datetime
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from layout.direct import aligned_buffer, probe_directory, round_up, span_bytes
+from layout.drives import default_reserve, describe_directory, free_bytes
+from layout.hash_lists import HASH_LIST_NAME
+from layout.parallel import run_parallel
+from layout.prepared import Copies, Prepared, find_copies
+from layout.writer import sync_directory, write_bytes
+from manifests.errors import UsageError
+from manifests.manifest import BASE_TIERS, Drive, Manifest, Profile
+from manifests.store import next_generation, write_manifest
+from prep.copying import Sources, copy_expert
+from prep.drive_facts import manifest_devices
+from prep.measure import measure_drive
+from prep.placement_plan import Candidate, plan_placement
+
+N_WORKERS = 4
+FILE_SYSTEM_BLOCK = 4096
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class DriveRequest:
+    """A drive as the user named it. `limit_bytes` is the most that its experts may take."""
+
+    tier: str
+    directory: Path
+    limit_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedDrive:
+    """What one drive shall hold, and what of it must be copied there; both bool [n_layers, n_experts]."""
+
+    request: DriveRequest
+    profile: Profile | None
+    holds: np.ndarray
+    to_copy: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A decided placement. `present` are the copies that can be read now; `remarks` are for the user."""
+
+    drives: tuple[PlannedDrive, ...]
+    present: Copies
+    remarks: tuple[str, ...]
+
+    @property
+    def n_copies_to_make(self) -> int:
+        return sum(int(drive.to_copy.sum()) for drive in self.drives)
+
+
+def decide(prepared: Prepared, requests: Sequence[DriveRequest], *, reserve_bytes: int | None, measure_seconds: float | None) -> Placement:
+    """Plan a placement over the requested drives, measuring them first if measure_seconds is given.
+
+    The directories must exist. Raises NoSpaceError if tiers A and B cannot hold all experts with the reserve kept.
+    """
+    _check_requests(requests)
+    present = find_copies(prepared)
+    n_bytes = prepared.record.n_bytes
+    profiles = [measure_drive(r.directory, record_bytes=n_bytes, seconds=measure_seconds) if measure_seconds else None for r in requests]
+    known = {_same(path): number for number, path in enumerate(prepared.drive_directories)}
+    candidates, pools = [], dict[int, int]()
+    for request, profile in zip(requests, profiles, strict=True):
+        number = known.get(_same(request.directory))
+        here = present.holds[number] if number is not None else np.zeros_like(present.holds[0])
+        pool = pools.setdefault(os.stat(request.directory).st_dev, len(pools))
+        weight = profile.read_bytes_per_s if profile is not None else 1.0
+        limit = None if request.limit_bytes is None else request.limit_bytes // round_up(n_bytes, FILE_SYSTEM_BLOCK)
+        candidates.append(Candidate(request.tier, weight, pool, limit, here))
+    room = [_pool_room(n_bytes, pool, requests, candidates, reserve_bytes) for pool in range(len(pools))]
+    holds = plan_placement(prepared.geometry, candidates, pool_room=room)
+    drives = tuple(
+        PlannedDrive(request, profile, planned, planned & ~candidate.present)
+        for request, profile, planned, candidate in zip(requests, profiles, holds, candidates, strict=True)
+    )
+    return Placement(drives, present, tuple(present.faults))
+
+
+def _check_requests(requests: Sequence[DriveRequest]) -> None:
+    if not any(request.tier in BASE_TIERS for request in requests):
+        raise UsageError("--tier: name at least one drive of tier A or B; together they hold the base, one copy of every expert")
+    seen: set[Path] = set()
+    for request in requests:
+        if not request.directory.is_dir():
+            raise UsageError(f"--tier {request.tier}={request.directory}: no such directory; make it, on the drive that you mean")
+        if _same(request.directory) in seen:
+            raise UsageError(f"--tier {request.tier}={request.directory}: this directory is named twice")
+        seen.add(_same(request.directory))
+
+
+def _same(directory: Path) -> Path:
+    return directory.resolve()
+
+
+def _pool_room(
+    n_bytes: int, pool: int, requests: Sequence[DriveRequest], candidates: Sequence[Candidate], reserve_bytes: int | None
+) -> int:
+    """Return how many experts a file system can hold: what is free beyond the reserve, and what lies there already."""
+    members = [n for n, candidate in enumerate(candidates) if candidate.pool == pool]
+    directory = requests[members[0]].directory
+    reserve = default_reserve(directory) if reserve_bytes is None else reserve_bytes
+    n_free = max(0, free_bytes(directory) - reserve) // round_up(n_bytes, FILE_SYSTEM_BLOCK)
+    return n_free + sum(int(candidates[n].present.sum()) for n in members)
+
+
+def carry_out(prepared: Prepared, placement: Placement, *, on_progress: Progress) -> Manifest:
+    """Make the copies, each proved by its hash after an uncached read, write the drives' hash lists and publish the new manifest.
+
+    Interrupted at any instant, the former manifest stays true. A file that is already there with the right bytes is taken as it is.
+    """
+    n_bytes = prepared.record.n_bytes
+    done, total = 0, placement.n_copies_to_make * n_bytes
+    sources = Sources(prepared, placement.present.holds)
+    for drive in placement.drives:
+        for _ in _copy_to(sources, drive):
+            done += n_bytes
+            on_progress("copies", done, total)
+        sync_directory(drive.request.directory)
+        write_bytes(drive.request.directory / HASH_LIST_NAME, prepared.hashes.to_text(drive.holds).encode())
+    manifest = dataclasses.replace(
+        prepared.manifest,
+        generation=next_generation(prepared.path),
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        drives=tuple(_manifest_drive(prepared, drive) for drive in placement.drives),
+    )
+    write_manifest(prepared.path, manifest)
+    return manifest
+
+
+def _manifest_drive(prepared: Prepared, drive: PlannedDrive) -> Drive:
+    directory, home = _same(drive.request.directory), _same(prepared.directory)
+    facts = describe_directory(directory)
+    # Within the output the path stays relative, so that the whole can be moved.
+    text = str(directory.relative_to(home)) if directory.is_relative_to(home) else str(directory)
+    return Drive(drive.request.tier, text, facts.file_system, manifest_devices(facts), drive.profile, drive.holds)
+
+
+def _copy_to(sources: Sources, drive: PlannedDrive) -> Iterator[None]:
+    directory, mode = drive.request.directory, probe_directory(drive.request.directory)
+    alignment = max(mode.alignment, sources.alignment)
+
+    def make_worker() -> Callable[[list[int]], None]:
+        buffer = aligned_buffer(span_bytes(sources.prepared.record.n_bytes, alignment))
+        return lambda place: copy_expert(sources, place[0], place[1], directory=directory, mode=mode, buffer=buffer)
+
+    return run_parallel(np.argwhere(drive.to_copy).tolist(), make_worker, n_workers=N_WORKERS)

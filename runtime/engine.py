@@ -1,0 +1,281 @@
+"""One prepared model, opened and ready: prompt in, tokens out, with a count of everything that was read on the way."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from layout.checkpoint import Checkpoint
+from layout.direct import Extent, aligned_buffer, span_bytes
+from layout.prepared import Copies, Prepared, find_copies, open_prepared
+from layout.reader import Reader, ReadRequest
+from layout.record import record_layout
+from manifests.errors import BadInputError, DeviceError, UsageError
+from manifests.geometry import Geometry
+from runtime.experts import CheckpointRecords, StreamedExperts
+from runtime.kernels.rows import Arithmetic, forbid_tf32
+from runtime.memory import AUTO, available_device_bytes, available_host_bytes, budget_of
+from runtime.model import Model
+from runtime.sampler import Sampler
+from runtime.state import State, initial_state
+from runtime.stats import new_counts
+from runtime.store import Store
+from runtime.weights import CheckpointWeights, SpineWeights, load_spine
+
+DEFAULT_CONTEXT = 4096
+DEFAULT_CHUNK = 512
+FLAT_OUT_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a run was asked for; sizes as text, as they were given."""
+
+    device: str | None = None
+    vram_cache: str = AUTO
+    host_pool: str = AUTO
+    context: int | None = None
+    chunk: int = DEFAULT_CHUNK
+    is_exact_prefill: bool = False
+    is_cold: bool = False
+    verify_reads: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A token that was generated; `finish` is why it is the last: end, length or context."""
+
+    token: int
+    logits: Tensor
+    finish: str | None
+
+
+@dataclass(slots=True)
+class Timing:
+    """When things happened, in seconds of the performance counter."""
+
+    prompt_began: float = 0.0
+    prompt_ended: float = 0.0
+    n_prompt: int = 0
+    token_times: "list[float] | None" = None
+
+
+def choose_device(asked: str | None) -> torch.device:
+    """Return the device asked for; without a wish, CUDA where there is one. Raises DeviceError if it cannot be had."""
+    if asked not in (None, "cpu", "cuda"):
+        raise UsageError(f"--device {asked}: expected cpu or cuda")
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise DeviceError(f"--device cuda: torch {torch.__version__} finds no CUDA device; check the driver with nvidia-smi, or use --device cpu")
+    return torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def context_limit(geometry: Geometry, asked: int | None) -> int:
+    """Return the context length of a run. Raises UsageError beyond what is exact for this model."""
+    most = geometry.max_context
+    if asked is None:
+        return min(most, DEFAULT_CONTEXT)
+    if asked < 1 or asked > most:
+        why = ""
+        if geometry.indexer is not None and most == geometry.indexer.top_k:
+            why = f": beyond {most} tokens the model attends to selected positions only, which is not implemented, and dense attention would be wrong"
+        raise UsageError(f"-c {asked}: the context of this model here is 1 to {most} tokens{why}")
+    return asked
+
+
+class Engine:
+    """A model over a manifest. Use as a context manager: it owns reader threads and memory."""
+
+    def __init__(self, manifest: Path, options: Options, *, on_remark: Callable[[str], None]) -> None:
+        forbid_tf32()
+        self.options, self.device = options, choose_device(options.device)
+        self.prepared: Prepared = open_prepared(manifest)
+        self.context = context_limit(self.geometry, options.context)
+        self._copies = _usable_copies(self.prepared, on_remark)
+        # What cannot be had is refused before the spine is read.
+        budget_of(options.host_pool, flag="--host-pool", **self._pool_facts(available_host_bytes()))
+        self.weights: SpineWeights = load_spine(self.prepared, self.device)
+        self.vram = budget_of(options.vram_cache, flag="--vram-cache", **self._pool_facts(available_device_bytes(self.device)))
+        self.host = budget_of(options.host_pool, flag="--host-pool", **self._pool_facts(available_host_bytes()))
+        if options.is_cold:
+            drop_page_cache(self.prepared, self._copies)
+        self.prompt_counts, self.decode_counts = (new_counts(len(self.prepared.manifest.drives)) for _ in range(2))
+        self.timing = Timing()
+        self.store = Store(
+            self.prepared,
+            self._copies,
+            device=self.device,
+            n_device_slots=self.vram.n_slots,
+            n_host_slots=self.host.n_slots,
+            verify_every=options.verify_reads,
+            counts=self.prompt_counts,
+            on_remark=on_remark,
+        )
+        experts = StreamedExperts(self.geometry, self.prepared.record, self.store)
+        self.model = Model(self.geometry, self.weights, experts)
+
+    def _pool_facts(self, available: int) -> dict[str, Any]:
+        n_bytes = self.prepared.record.n_bytes
+        return {"record_bytes": n_bytes, "n_all": self.geometry.n_routed_experts, "available_bytes": available, "auto_bytes": available // 4}
+
+    @property
+    def geometry(self) -> Geometry:
+        return self.prepared.geometry
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.store.close()
+
+    def effective(self) -> list[str]:
+        """Return what the run's settings became, one line each."""
+        modes = ", ".join(sorted({str(mode) for mode in self.store.modes}))
+        prompt = "decode arithmetic" if self.options.is_exact_prefill else f"prompt arithmetic in chunks of {self.options.chunk}"
+        drives = ", ".join(self.prepared.drive_name(n) for n in range(len(self.prepared.manifest.drives)))
+        verified = f"1 read in {self.options.verify_reads} hashed" if self.options.verify_reads else "reads not hashed"
+        return [
+            f"device {self.device}, plain torch {torch.__version__}, float32; {prompt}; context {self.context}",
+            f"drives {drives}; read {modes}; {verified}",
+            str(self.vram),
+            str(self.host),
+        ]
+
+    @torch.inference_mode()
+    def prompt(self, ids: list[int]) -> tuple[Tensor, State]:
+        """Run the prompt pass: return the logits [vocabulary] after the last token, and the state."""
+        self._check_ids(ids)
+        self.timing.n_prompt, self.timing.prompt_began = len(ids), time.perf_counter()
+        arithmetic = Arithmetic.DECODE if self.options.is_exact_prefill else Arithmetic.PROMPT
+        state, tokens = initial_state(self.geometry, 1, self.device), torch.tensor([ids], device=self.device)
+        for start in range(0, len(ids), self.options.chunk):
+            chunk = tokens[:, start : start + self.options.chunk]
+            is_last = start + self.options.chunk >= len(ids)
+            if is_last:
+                logits, state = self.model.forward(chunk, state, arithmetic=arithmetic, is_last_only=True)
+            else:
+                _, state = self.model.trunk(chunk, state, arithmetic=arithmetic)
+        self._wait_for_device()
+        self.timing.prompt_ended = time.perf_counter()
+        return logits[0, -1], state
+
+    @torch.inference_mode()
+    def generate(self, ids: list[int], *, n_tokens: int, sampler: Sampler) -> Iterator[Step]:
+        """Yield up to n_tokens tokens after a prompt; the last one says why it is the last."""
+        logits, state = self.prompt(ids)
+        self.store.counts = self.decode_counts
+        if self.options.is_cold:
+            self.store.forget()
+        self.timing.token_times = []
+        for n in range(1, n_tokens + 1):
+            token = sampler.choose(logits)
+            self.timing.token_times.append(time.perf_counter())
+            finish = "end" if token in self.prepared.manifest.end_ids else "length" if n == n_tokens else None
+            if finish is None and state.n_tokens >= self.context:
+                finish = "context"
+            yield Step(token, logits, finish)
+            if finish is not None:
+                return
+            step = torch.tensor([[token]], device=self.device)
+            out, state = self.model.forward(step, state, arithmetic=Arithmetic.DECODE)
+            logits = out[0, -1]
+
+    @torch.inference_mode()
+    def score(self, ids: list[int], *, arithmetic: Arithmetic, chunk: int | None) -> Tensor:
+        """Return the logits of every position, float32 [tokens, vocabulary], on the CPU."""
+        self._check_ids(ids)
+        return score_with(self.model, ids, arithmetic=arithmetic, chunk=chunk)
+
+    def _check_ids(self, ids: list[int]) -> None:
+        check_ids(ids, self.geometry, self.context)
+
+    def _wait_for_device(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def flat_out_bytes_per_s(self) -> float:
+        """Measure what the same reader delivers flat out from the same files, now."""
+        return flat_out_rate(self.prepared, self._copies, self.store)
+
+
+def open_checkpoint_model(checkpoint: Checkpoint, device: torch.device) -> Model:
+    """Return a model over a checkpoint's unquantised weights, read from the shards as they are needed."""
+    forbid_tf32()
+    experts = StreamedExperts(checkpoint.geometry, record_layout(checkpoint.geometry), CheckpointRecords(checkpoint, device))
+    return Model(checkpoint.geometry, CheckpointWeights(checkpoint, device), experts)
+
+
+@torch.inference_mode()
+def score_with(model: Model, ids: list[int], *, arithmetic: Arithmetic, chunk: int | None) -> Tensor:
+    """Return the logits of every position, float32 [tokens, vocabulary], on the CPU; the text in one piece unless chunk says otherwise."""
+    tokens = torch.tensor([ids], device=model.weights.device)
+    state, parts = initial_state(model.geometry, 1, model.weights.device), []
+    for start in range(0, len(ids), chunk or len(ids)):
+        logits, state = model.forward(tokens[:, start : start + (chunk or len(ids))], state, arithmetic=arithmetic)
+        parts.append(logits[0].cpu())
+    return torch.cat(parts)
+
+
+def check_ids(ids: list[int], geometry: Geometry, context: int) -> None:
+    """Raise BadInputError if a prompt is empty, too long, or holds numbers that are no tokens."""
+    if not ids:
+        raise BadInputError("the prompt is empty: give at least one token")
+    strays = [i for i in ids if not 0 <= i < geometry.vocab_size]
+    if strays:
+        raise BadInputError(f"the prompt holds {strays[0]}, but token numbers go from 0 to {geometry.vocab_size - 1}")
+    if len(ids) > context:
+        longer = f"-c may be at most {geometry.max_context} here" if context < geometry.max_context else "shorten the prompt"
+        raise BadInputError(f"the prompt has {len(ids)} tokens, but the context is {context}; {longer}")
+
+
+def _usable_copies(prepared: Prepared, on_remark: Callable[[str], None]) -> Copies:
+    copies = find_copies(prepared)
+    for fault in copies.faults[:5]:
+        on_remark(f"copy left out: {fault}")
+    if len(copies.faults) > 5:
+        on_remark(f"copy left out: {len(copies.faults) - 5} more like these; kprep verify-hashes --repair restores them")
+    return copies
+
+
+def drop_page_cache(prepared: Prepared, copies: Copies) -> None:
+    """Ask the kernel to forget the expert files' pages, so that buffered reads go to the drives too."""
+    for drive, holds in enumerate(copies.holds):
+        for layer, expert in np.argwhere(holds).tolist():
+            fd = os.open(prepared.expert_extent(drive, layer, expert).path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+
+
+def flat_out_rate(prepared: Prepared, copies: Copies, store: Store, *, seconds: float = FLAT_OUT_SECONDS) -> float:
+    """Read random records from all drives at once, at their depths, for a short time; return bytes per second."""
+    rng = np.random.default_rng(0)
+    drives = store.drives
+    places = [np.argwhere(copies.holds[n]) for n in drives]
+    n_bytes, n_read = prepared.record.n_bytes, 0
+    with Reader(store.modes, store.depths) as reader:
+
+        def submit(number: int, buffer: memoryview) -> None:
+            layer, expert = places[number][rng.integers(len(places[number]))]
+            extent: Extent = prepared.expert_extent(drives[number], int(layer), int(expert))
+            reader.submit(ReadRequest(None, number, extent, buffer))
+
+        start, n_in_flight = time.perf_counter(), 0
+        for number, depth in enumerate(store.depths):
+            for _ in range(depth):
+                submit(number, aligned_buffer(span_bytes(n_bytes, store.modes[number].alignment)))
+                n_in_flight += 1
+        while n_in_flight:
+            done = reader.wait()
+            n_in_flight -= 1
+            n_read += done.error is None
+            if time.perf_counter() - start < seconds:
+                submit(done.request.drive, done.request.buffer)
+                n_in_flight += 1
+        return n_read * n_bytes / (time.perf_counter() - start)

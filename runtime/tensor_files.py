@@ -1,0 +1,57 @@
+"""Token numbers and logits in safetensors files."""
+
+from pathlib import Path
+
+import numpy as np
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from layout.writer import write_bytes
+from manifests.errors import BadInputError
+
+LOGITS_KEY = "logits"
+
+
+def read_ids(path: Path, key: str) -> list[int]:
+    """Return the token numbers under a key. Raises BadInputError if they are not there or are no one-dimensional whole numbers."""
+    ids = _read(path, key)
+    if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise BadInputError(f"{path}: {key} is {ids.dtype} {list(ids.shape)}, expected whole numbers [tokens]")
+    return [int(i) for i in ids.tolist()]
+
+
+def read_logits(path: Path, shape: tuple[int, ...]) -> Tensor:
+    """Return float32 logits of the given shape. Raises BadInputError if they are of another text or vocabulary."""
+    logits = _read(path, LOGITS_KEY)
+    if tuple(logits.shape) != shape:
+        raise BadInputError(f"{path}: {LOGITS_KEY} is {list(logits.shape)}, expected {list(shape)}: was it made from the same text and vocabulary?")
+    return logits.float()
+
+
+def write_logits(path: Path, logits: Tensor, facts: dict[str, str]) -> None:
+    """Write float32 logits, whole or not at all, with facts of how they were made."""
+    write_bytes(path, safetensors.torch.save({LOGITS_KEY: logits.contiguous()}, metadata=facts))
+
+
+def _read(path: Path, key: str) -> Tensor:
+    try:
+        with safe_open(path, framework="pt") as file:
+            if key not in file.keys():  # noqa: SIM118 (the file object is no mapping)
+                raise BadInputError(f"{path}: holds no {key!r}; it holds {', '.join(sorted(file.keys())[:20])}")
+            tensor: Tensor = file.get_tensor(key)
+            return tensor
+    except (OSError, SafetensorError) as error:
+        raise BadInputError(f"{path}: cannot be read as safetensors: {error}") from None
+
+
+def parse_ids(text: str, *, flag: str) -> list[int]:
+    """Return the token numbers of a text like `1,2,3`. Raises BadInputError."""
+    try:
+        ids = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise BadInputError(f"{flag} {text[:60]!r}: expected token numbers separated by commas, like 1,2,3") from None
+    if max(ids, key=abs) > np.iinfo(np.int64).max:
+        raise BadInputError(f"{flag}: {max(ids)} is no token number")
+    return ids
