@@ -14,7 +14,7 @@ from layout.record import LAYOUT_NAME, NIBBLE_ORDER, SCALE_KIND, RecordLayout, e
 from manifests.errors import BadInputError, DamagedDataError, listed
 from manifests.geometry import Geometry
 from manifests.load import load_manifest
-from manifests.manifest import BASE_TIERS, Drive, Manifest, check_base
+from manifests.manifest import BASE_TIERS, Drive, Manifest
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,9 @@ class Prepared:
 
 
 def open_prepared(path: Path) -> Prepared:
-    """Load a manifest and what it vouches for. Raises BadInputError or DamagedDataError, saying where."""
+    """Load a manifest, whose base is complete, and what it vouches for. Raises BadInputError or DamagedDataError, saying where."""
     path = path / "manifest.yaml" if path.is_dir() else path
     manifest = load_manifest(path)
-    check_base(manifest)
     record = record_layout(manifest.geometry)
     for field, expected in (("layout", LAYOUT_NAME), ("nibbles", NIBBLE_ORDER), ("scale", SCALE_KIND), ("n_bytes", record.n_bytes)):
         if (found := getattr(manifest.record, field)) != expected:

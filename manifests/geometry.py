@@ -1,5 +1,6 @@
 """The shape of a model: every number that the code needs to know about it, and nothing of where it lies."""
 
+import math
 from dataclasses import MISSING, asdict, dataclass, fields
 from importlib import resources
 from pathlib import Path
@@ -111,6 +112,8 @@ def _faults_of(g: Geometry) -> list[str]:
         faults.append(f"n_dense_layers is {g.n_dense_layers}, expected 0 to {g.n_layers - 1}")
     if g.n_experts_per_token > g.n_experts:
         faults.append(f"n_experts_per_token is {g.n_experts_per_token}, but there are {g.n_experts} experts")
+    if g.indexer is not None and (g.indexer.n_heads < 1 or g.indexer.top_k < 1 or g.indexer.head_dim < 32 or g.indexer.head_dim % 32):
+        faults.append(f"indexer is {g.indexer}, expected at least one head and position, and a head_dim that is a multiple of 32")
     layers = list(g.full_attention_layers)
     if layers != sorted(set(layers)) or any(not 0 <= n < g.n_layers for n in layers):
         faults.append(f"full_attention_layers {layers} must rise and lie in 0..{g.n_layers - 1}")
@@ -127,7 +130,7 @@ def geometry_from_dict(values: dict[str, Any], *, where: str) -> Geometry:
             raise BadInputError(f"{where}: indexer is {indexer!r}, expected a mapping")
         _check_keys(Indexer, indexer, f"{where}: indexer")
     layers = values["full_attention_layers"]
-    if not isinstance(layers, list) or not all(isinstance(n, int) for n in layers):
+    if not isinstance(layers, list) or not all(type(n) is int for n in layers):
         raise BadInputError(f"{where}: full_attention_layers is {layers!r}, expected a list of layer numbers")
     values["full_attention_layers"] = tuple(layers)
     try:
@@ -138,7 +141,7 @@ def geometry_from_dict(values: dict[str, Any], *, where: str) -> Geometry:
 
 def _check_keys(kind: type, values: dict[str, Any], where: str, *, nested: set[str] = frozenset()) -> None:  # type: ignore[assignment]
     known = {f.name: f for f in fields(kind) if f.name not in nested}
-    unknown = sorted(set(values) - set(known))
+    unknown = sorted(set(values) - set(known), key=str)
     missing = sorted(name for name, f in known.items() if f.default is MISSING and name not in values)
     if unknown or missing:
         raise BadInputError(f"{where}: unknown keys {unknown}, missing keys {missing}")
@@ -146,7 +149,8 @@ def _check_keys(kind: type, values: dict[str, Any], where: str, *, nested: set[s
         expected = known[name].type
         if expected is int and type(value) is not int:
             raise BadInputError(f"{where}: {name} is {value!r}, expected a whole number")
-        if expected in (float, float | None) and value is not None and type(value) not in (int, float):
+        is_number = type(value) in (int, float) and math.isfinite(value)
+        if (expected is float and not is_number) or (expected == float | None and value is not None and not is_number):
             raise BadInputError(f"{where}: {name} is {value!r}, expected a number")
 
 
@@ -163,7 +167,7 @@ def load_geometry(name_or_path: str) -> Geometry:
     else:
         try:
             text = Path(name_or_path).read_text()
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise BadInputError(f"geometry {name_or_path!r} is neither one of {known_geometries()} nor a readable file: {error}") from None
     try:
         values = yaml.safe_load(text)

@@ -94,7 +94,7 @@ def _yaml_values(text: str) -> Any:
 
 def _manifest(values: Any) -> Manifest:
     schema = _mapping(values, "the file").get("schema", SCHEMA)
-    if type(schema) is not int or schema != SCHEMA:
+    if schema != SCHEMA:
         raise BadInputError(f"schema: is {schema!r}, this ktier reads {SCHEMA}; use the ktier that wrote this manifest or a newer one")
     _check_names(Manifest, values, "the file")
     geometry = geometry_from_dict(_mapping(values["geometry"], "geometry"), where="geometry")

@@ -77,7 +77,7 @@ def _read_for(extents: list[Extent], mode: ReadMode, depth: int, seconds: float,
 
 
 def _check_link(directory: Path, bytes_per_s: float) -> None:
-    limits = [limit for device in describe_directory(directory).devices if (limit := link_limit_bytes_per_s(device)) is not None]
+    limits = [limit for device in describe_directory(directory).physical if (limit := link_limit_bytes_per_s(device)) is not None]
     if limits and bytes_per_s > sum(limits):
         raise KtierError(
             f"{directory}: measured {format_rate(bytes_per_s)}, but its link carries at most {format_rate(sum(limits))}: "

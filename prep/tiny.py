@@ -9,8 +9,7 @@ import json
 import math
 import shutil
 import struct
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import chain, islice
@@ -115,11 +114,10 @@ def make_checkpoint(
         raise BadInputError(f"{out}: cannot be created: {error.strerror}; choose another directory") from None
     n_done, n_total = 0, sum(shard.data_bytes for shard in shards)
     for shard in shards:
-        with closing(_write_shard(out, shard, seed)) as written:
-            for n_bytes in written:
-                n_done += n_bytes
-                if on_progress is not None:
-                    on_progress(shard.name, n_done, n_total)
+        for n_bytes in _write_shard(out, shard, seed):
+            n_done += n_bytes
+            if on_progress is not None:
+                on_progress(shard.name, n_done, n_total)
     for name, data in _small_files(geometry, architecture, shards):
         write_bytes(out / name, data)
 
@@ -208,7 +206,7 @@ def _vision() -> list[list[_Tensor]]:
     return [projector, tower]
 
 
-def _write_shard(out: Path, shard: _Shard, seed: int) -> Generator[int, None, None]:
+def _write_shard(out: Path, shard: _Shard, seed: int) -> Iterator[int]:
     """Write a shard block by block; yield each block's bytes once they are handed over."""
     with replaced_file(out / shard.name) as partial, partial.open("wb") as file:
         file.write(shard.header)

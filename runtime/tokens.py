@@ -69,7 +69,7 @@ class Tokenizer:
     def encode_with_specials(self, text: str) -> list[int]:
         """Return the ids of text in which the names of special tokens stand for those tokens; no BOS is added.
 
-        As in the author's tokenizer the text is cut first, so a name that lies across a cut is ordinary text.
+        The text is cut first, so a name that lies across a cut is ordinary text.
         Raises BadInputError if the text holds a surrogate.
         """
         encode = self._encoding.encode
@@ -102,9 +102,7 @@ class TextStream:
 
     def finish(self) -> str:
         """Return what is still held back, as U+FFFD, and be ready for a new text."""
-        rest = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
-        return rest
+        return self._decoder.decode(b"", final=True)
 
 
 def load_tokenizer(directory: Path, *, vocab_size: int) -> Tokenizer:
@@ -161,8 +159,6 @@ def _parse_rank_line(line: bytes, where: str) -> tuple[bytes, int]:
         token = base64.b64decode(fields[0], validate=True)
     except binascii.Error as error:
         raise BadInputError(f"{where}: {_shown(fields[0])} is not base64 ({error}), expected a base64 token") from error
-    if not token:
-        raise BadInputError(f"{where}: {_shown(fields[0])} is an empty token, expected at least one byte")
     if not fields[1].isdigit() or len(fields[1]) > MAX_RANK_DIGITS:
         raise BadInputError(f"{where}: rank {_shown(fields[1])} is not a number, expected at most {MAX_RANK_DIGITS} digits")
     return token, int(fields[1])
@@ -234,7 +230,7 @@ def _checked(text: str, *, where: str = "text") -> str:
 def _cut(text: str) -> Iterator[str]:
     """Yield the pieces of text that are encoded apart: a run of one kind, white space or not, is cut every MAX_RUN_CHARS.
 
-    A run begins anew at each multiple of MAX_ENCODE_CHARS. The author's tokenizer does the same, so the ids are the same.
+    A run begins anew at each multiple of MAX_ENCODE_CHARS.
     """
     for start in range(0, len(text), MAX_ENCODE_CHARS):
         block = text[start : start + MAX_ENCODE_CHARS]

@@ -471,6 +471,14 @@ def test_a_generation_is_not_used_twice_after_a_return_by_hand(tmp_path):
     assert next_generation(path) == 3
 
 
+def test_other_files_in_the_history_are_no_generations(tmp_path):
+    path = write_manifest(tmp_path / "manifest.yaml", small_manifest())
+    (tmp_path / "manifest.history").mkdir()
+    for name in ("7.yaml", "000008.yaml.partial", "notes.txt", "000009.yaml~"):
+        (tmp_path / "manifest.history" / name).write_text("x")
+    assert history(path) == [] and next_generation(path) == 2
+
+
 def test_a_copy_with_the_same_number_and_other_bytes_is_not_overwritten(tmp_path):
     path = write_manifest(tmp_path / "manifest.yaml", small_manifest())
     copy = tmp_path / "manifest.history" / "000001.yaml"
@@ -548,6 +556,10 @@ def test_the_bytes_are_on_the_disk_before_the_name(tmp_path, monkeypatch):
         monkeypatch.setattr(os, name, lambda *args, _real=real, _name=name: (steps.append(_name), _real(*args))[1])
     write_manifest(tmp_path / "manifest.yaml", small_manifest())
     assert steps == ["fsync", "replace", "fsync"]
+    steps.clear()
+    write_manifest(tmp_path / "manifest.yaml", replace(small_manifest(), generation=2))
+    # The new folder's name, then the copy of the former manifest, then the new one.
+    assert steps == ["fsync", "fsync", "replace", "fsync", "fsync", "replace", "fsync"]
 
 
 def test_a_cut_text_is_never_another_manifest():

@@ -73,12 +73,12 @@ def kda_chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, memory
     for start in range(0, q.shape[1], CHUNK_TOKENS):
         part = slice(start, start + CHUNK_TOKENS)
         heads_first = (x[:, part].transpose(1, 2) for x in (q, k, v, g, beta))
-        o, memory = _chunk(*heads_first, memory)
+        o, memory = _chunk(*heads_first, memory=memory)
         outputs.append(o.transpose(1, 2))
     return torch.cat(outputs, dim=1), memory
 
 
-def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, memory: Tensor) -> tuple[Tensor, Tensor]:
     """Solve one chunk of C tokens.
 
     With G the running sum of g and D_ijd = exp(G_id - G_jd) for i >= j:

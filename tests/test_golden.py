@@ -1,0 +1,90 @@
+"""The numbers that decide: logits and greedy ids of the author's code, met by the real commands on both tiny checkpoints."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import DATA, command, succeed
+from safetensors.numpy import load_file
+
+TOLERANCE = 2e-4
+PROMPTS = ("0", "1", "2")
+
+
+@pytest.fixture(scope="module")
+def golden(model: str) -> dict[str, np.ndarray]:
+    return load_file(DATA / model / "golden.safetensors")
+
+
+def logits_of(*arguments: object, out: Path) -> np.ndarray:
+    succeed("krun", "score", *arguments, "--out", out)
+    return load_file(out)["logits"]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_score_of_the_spine_meets_the_golden_logits(
+    extracted: Path, model: str, golden: dict[str, np.ndarray], prompt: str, device: str, tmp_path: Path
+) -> None:
+    ids = ("--ids-file", DATA / model / "golden.safetensors", "--key", f"{prompt}.ids")
+    found = logits_of("-m", extracted / "manifest.yaml", *ids, "--device", device, out=tmp_path / "l.safetensors")
+    assert np.abs(found - golden[f"q8.{prompt}.logits"]).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_score_of_the_checkpoint_meets_the_unquantised_golden_logits(
+    model: str, golden: dict[str, np.ndarray], prompt: str, device: str, tmp_path: Path
+) -> None:
+    ids = ("--ids-file", DATA / model / "golden.safetensors", "--key", f"{prompt}.ids")
+    found = logits_of("--checkpoint", DATA / model, *ids, "--device", device, out=tmp_path / "l.safetensors")
+    assert np.abs(found - golden[f"exact.{prompt}.logits"]).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_generate_gives_the_golden_ids(extracted: Path, golden: dict[str, np.ndarray], prompt: str, device: str) -> None:
+    ids = ",".join(map(str, golden[f"{prompt}.ids"]))
+    run = ("generate", "-m", extracted / "manifest.yaml", "--ids", ids, "--temp", "0", "-n", "24", "--json", "--device", device)
+    outcome = succeed("krun", *run)
+    document = json.loads(outcome.out)
+    assert document["ids"] == golden[f"q8.{prompt}.greedy"].tolist()
+    assert document["prompt_ids"] == golden[f"{prompt}.ids"].tolist()
+    assert document["finish"] == "length"
+
+
+def test_score_against_other_logits_prints_the_cost_of_the_spine(extractions: dict[str, Path], tmp_path: Path) -> None:
+    ids = ("--ids-file", DATA / "tiny-k3.1" / "golden.safetensors", "--key", "2.ids", "--device", "cpu")
+    succeed("krun", "score", "--checkpoint", DATA / "tiny-k3.1", *ids, "--out", tmp_path / "exact.safetensors")
+    outcome = succeed("krun", "score", "-m", extractions["tiny-k3.1"], *ids, "--against", tmp_path / "exact.safetensors", "--json")
+    golden = load_file(DATA / "tiny-k3.1" / "golden.safetensors")
+    exact, q8 = (golden[f"{kind}.2.logits"].astype(np.float64) for kind in ("exact", "q8"))
+    p, q = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (exact, q8))
+    found = json.loads(outcome.out)
+    assert found["mean_kl"] == pytest.approx((np.exp(p) * (p - q)).sum(-1).mean(), rel=1e-3)
+    assert found["equal_argmax"] == pytest.approx((exact.argmax(-1) == q8.argmax(-1)).mean())
+
+
+def test_a_text_prompt_is_encoded_without_a_start_token_and_streamed(extractions: dict[str, Path]) -> None:
+    run = ("krun", "generate", "-m", extractions["tiny-k3.1"], "-p", "Hello, world", "-n", "8", "--device", "cpu")
+    document = json.loads(succeed(*run, "--json").out)
+    assert bytes(i for i in document["prompt_ids"] if i < 256) and 480 not in document["prompt_ids"]
+    streamed = command(*run)
+    assert streamed.out == document["text"] + "\n"
+    assert "steady decode" in streamed.err and "--vram-cache auto" in streamed.err
+
+
+def test_generation_stops_at_the_checkpoint_s_end_id(extractions: dict[str, Path], tmp_path: Path) -> None:
+    golden = load_file(DATA / "tiny-k3.1" / "golden.safetensors")
+    greedy = golden["q8.0.greedy"].tolist()
+    stop = next(i for n, i in enumerate(greedy) if n >= 3 and i not in greedy[:n])
+    where = tmp_path / "model"
+    where.symlink_to(extractions["tiny-k3.1"])
+    text = (where / "manifest.yaml").read_text()
+    manifest = extractions["tiny-k3.1"] / "other-end.yaml"
+    manifest.write_text(text.replace("end_ids: [482]", f"end_ids: [482, {stop}]"))
+    try:
+        ids = ",".join(map(str, golden["0.ids"]))
+        document = json.loads(succeed("krun", "generate", "-m", manifest, "--ids", ids, "-n", "24", "--json", "--device", "cpu").out)
+    finally:
+        manifest.unlink()
+    assert document["finish"] == "end"
+    assert document["ids"] == greedy[: greedy.index(stop) + 1]
