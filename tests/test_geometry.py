@@ -108,6 +108,12 @@ def without(key: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
         (set_to(hidden_size=0), "hidden_size is 0, expected a multiple of 32"),
         (set_to(n_heads=0), "n_heads is 0, expected at least 1"),
         (set_to(n_dense_layers=10), "n_dense_layers is 10, expected 0 to 9"),
+        (set_to(rms_norm_eps=None), "rms_norm_eps is None, expected a number"),
+        (set_to(rms_norm_eps=float("nan")), "rms_norm_eps is nan, expected a number"),
+        (set_to(full_attention_layers=[True]), "expected a list of layer numbers"),
+        (lambda values: values | {5: 1}, r"unknown keys \[5\]"),
+        (set_to(indexer={"n_heads": 4, "head_dim": 33, "top_k": 9}), "a head_dim that is a multiple of 32"),
+        (set_to(indexer={"n_heads": 0, "head_dim": 32, "top_k": 9}), "at least one head"),
         (set_to(n_experts_per_token=17), "n_experts_per_token is 17, but there are 16 experts"),
     ],
 )
