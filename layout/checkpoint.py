@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import xxhash
 
 from layout.config import ConfigFacts, read_config
@@ -77,6 +78,14 @@ class Checkpoint:
     def spine_tensors(self) -> list[SpineTensor]:
         """Return the spine's tensors that this checkpoint has, in writing order."""
         return [t for t in spine_tensors(self.geometry) if not t.is_optional or t.sources[0].name in self.tensors]
+
+    def expert_layers_of_shards(self) -> np.ndarray:
+        """Return which layers have experts in which shard, bool [n_shards, n_layers]."""
+        found = np.zeros((len(self.shards), self.geometry.n_layers), np.bool_)
+        for layer in self.geometry.moe_layers:
+            for expert in range(self.geometry.n_experts):
+                found[self.tensors[expert_tensor_names(layer, expert)[0]].shard, layer] = True
+        return found
 
     def expert_extents(self, layer: int, expert: int) -> list[Extent]:
         """Return an expert's bytes in record order: one extent where its six tensors are one run of the file, else six."""

@@ -22,11 +22,15 @@ BASE_TIERS = "AB"
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One shard of the checkpoint; the digest is of its safetensors header."""
+    """One shard of the checkpoint; the digest is of its safetensors header.
+
+    expert_layers  the layers that have experts in it, as ranges; None if there are none
+    """
 
     name: str
     n_bytes: int
     header_xxh3_128: str
+    expert_layers: str | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,11 @@ def make_tiny_command(
     if layers is not None:
         shape = limit_layers(shape, layers)
     with ProgressLine() as progress:
-        make_checkpoint(out, shape, architecture=_ARCHITECTURES[name], seed=seed, on_progress=progress)
+
+        def on_progress(_: str, done: int, total: int) -> None:
+            progress("checkpoint", done, total)
+
+        make_checkpoint(out, shape, architecture=_ARCHITECTURES[name], seed=seed, on_progress=on_progress)
     say(f"made {out}: {_ARCHITECTURES[name]}, {shape.n_layers} layers, {shape.n_experts} experts a layer, seed {seed}")
 
 

@@ -20,6 +20,7 @@ from layout.writer import sync_directory, write_bytes, write_record
 from manifests.errors import BadInputError, NoSpaceError
 from manifests.load import load_manifest
 from manifests.manifest import CarriedFile, Drive, HashList, Manifest, Record, Source, SourceFile, Spine, Tokenizer
+from manifests.ranges import format_ranges
 from manifests.store import write_manifest
 from prep.drive_facts import manifest_devices
 from prep.spine import write_spine
@@ -152,5 +153,8 @@ def _extract_experts(checkpoint: Checkpoint, directory: Path, on_progress: Progr
 
 
 def _source(checkpoint: Checkpoint) -> Source:
-    files = tuple(SourceFile(s.name, s.n_bytes, s.header_xxh3_128) for s in checkpoint.shards)
+    layers = checkpoint.expert_layers_of_shards()
+    files = tuple(
+        SourceFile(s.name, s.n_bytes, s.header_xxh3_128, format_ranges(held) or None) for s, held in zip(checkpoint.shards, layers, strict=True)
+    )
     return Source(checkpoint.facts.architecture, checkpoint.facts.model_type, checkpoint.digest, files)

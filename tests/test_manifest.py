@@ -83,8 +83,8 @@ source:
   model_type: "kimi_k3"
   digest: "0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a"
   files:
-    - {name: "model-00001-of-000002.safetensors", n_bytes: 1234, header_xxh3_128: "1b1b1b1b1b1b1b1b1b1b1b1b1b1b1b1b"}
-    - {name: "model-00002-of-000002.safetensors", n_bytes: 56789, header_xxh3_128: "2c2c2c2c2c2c2c2c2c2c2c2c2c2c2c2c"}
+    - {name: "model-00001-of-000002.safetensors", n_bytes: 1234, header_xxh3_128: "1b1b1b1b1b1b1b1b1b1b1b1b1b1b1b1b", expert_layers: null}
+    - {name: "model-00002-of-000002.safetensors", n_bytes: 56789, header_xxh3_128: "2c2c2c2c2c2c2c2c2c2c2c2c2c2c2c2c", expert_layers: "1-2"}
 
 record:
   layout: "w1+w2"
@@ -165,7 +165,7 @@ def small_manifest() -> Manifest:
             "KimiK3ForConditionalGeneration",
             "kimi_k3",
             A32,
-            (SourceFile("model-00001-of-000002.safetensors", 1234, B32), SourceFile("model-00002-of-000002.safetensors", 56789, C32)),
+            (SourceFile("model-00001-of-000002.safetensors", 1234, B32, None), SourceFile("model-00002-of-000002.safetensors", 56789, C32, "1-2")),
         ),
         record=Record("w1+w2", "low first", "E8M0", 9792),
         spine=Spine("spine.gguf", 4096, B32),
