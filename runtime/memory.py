@@ -1,10 +1,11 @@
-"""How much memory there is to have, and what a budget that was asked for becomes."""
+"""What a budget that was asked for becomes, and how much memory a device has for it."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+# Shown from here too: what the host has and what a device has are asked for together.
+from layout.memory import available_host_bytes as available_host_bytes
 from layout.sizes import format_size, parse_size
 from manifests.errors import DeviceError, UsageError
 
@@ -42,29 +43,8 @@ def budget_of(asked: str, *, flag: str, record_bytes: int, n_all: int, available
     return Budget(flag, asked, max(1, n_slots), record_bytes, n_all)
 
 
-def available_host_bytes() -> int:
-    """Return the memory that this process may still take: what the kernel calls available, or less under a cgroup's limit."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(lines["MemAvailable"].split()[0]) * 1024
-    return min([available, *_cgroup_rooms()])
-
-
 def available_device_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return available_host_bytes()
     free, _ = torch.cuda.mem_get_info(device)
     return max(0, free - GPU_RESERVE_BYTES)
-
-
-def _cgroup_rooms() -> list[int]:
-    """Return the room left under each memory limit above us (cgroup v2)."""
-    own = next((line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")), "/")
-    root = Path("/sys/fs/cgroup")
-    rooms = []
-    for folder in [root / own.lstrip("/"), *(root / own.lstrip("/")).parents]:
-        limit, used = folder / "memory.max", folder / "memory.current"
-        if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
-            rooms.append(max(0, int(text) - int(used.read_text())))
-        if folder == root:
-            break
-    return rooms

@@ -1,7 +1,8 @@
 """The K3 text model: token numbers and a state in, logits and a new state out.
 
 It knows the names of the spine's tensors, and nothing of files, slots or drives. Forward functions take [batch, tokens, ...], are
-differentiable and change nothing in place. K3.1's indexer is not evaluated: attention is dense, which is exact up to `geometry.max_context`.
+differentiable and change nothing in place. K3.1's indexer is not evaluated: attention is dense, which is exact up to
+`geometry.max_context`.
 """
 
 from typing import NamedTuple, Protocol

@@ -1,5 +1,6 @@
 """Shared by all tests: the two tiny checkpoints, their extractions, and the real command lines."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
+
+# Several test processes share few cores: idle torch threads that spin would cost more than they bring.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
 
 DATA = Path(__file__).parent / "data"
 MODELS = ("tiny-k3", "tiny-k3.1")

@@ -252,9 +252,10 @@ def test_kda_chunked_equals_recurrent_in_float64(n_tok: int, lower_bound: float 
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
 
 
-def test_kda_chunked_is_finite_under_the_strongest_decay() -> None:
+@pytest.mark.parametrize("log_decay_per_token", [-5.0, -50.0])
+def test_kda_chunked_is_finite_under_the_strongest_decay(log_decay_per_token: float) -> None:
     q, k, v, g, beta, memory = kda_inputs(40, dtype=torch.float32)
-    inputs = [x.requires_grad_() for x in (q, k, v, torch.full_like(g, -5.0), beta, memory)]
+    inputs = [x.requires_grad_() for x in (q, k, v, torch.full_like(g, log_decay_per_token), beta, memory)]
     o, new = kda_chunked(*inputs)
     torch.testing.assert_close(o, kda_recurrent(*inputs)[0], rtol=1e-5, atol=1e-5)
     (o.sum() + new.sum()).backward()
@@ -294,7 +295,9 @@ def test_log_decay_is_bounded_or_softplus() -> None:
 # MLA
 
 
-def mla_inputs(n_tok: int, n_past: int, *, b: int = 2, v: int = 6, rank: int = 10, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+def mla_inputs(
+    n_tok: int, n_past: int, *, b: int = 2, v: int = 6, rank: int = 10, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, ...]:
     h, n, r = 3, 8, 4
     q_nope, q_rot = randn(b, n_tok, h, n, seed=1, dtype=dtype), randn(b, n_tok, h, r, seed=2, dtype=dtype)
     latent, k_rot = randn(b, n_past + n_tok, rank, seed=3, dtype=dtype), randn(b, n_past + n_tok, r, seed=4, dtype=dtype)
@@ -316,7 +319,7 @@ def test_mla_absorbed_and_expanded_equal_the_formula(n_tok: int, n_past: int) ->
 
 
 def test_mla_absorbed_has_the_same_bits_for_any_split() -> None:
-    # The sizes that a geometry keeps to multiples of 32 are so here: a CPU product of 10 columns depends on the place of a row even in a tile.
+    # v and rank are multiples of 32, as a geometry's are: a CPU product of 10 columns depends on a row's place even within a tile.
     q_nope, q_rot, latent, k_rot, kv_b = mla_inputs(21, 3, b=1, v=32, rank=32, dtype=torch.float32)
     whole = attend_absorbed(q_nope, q_rot, latent, k_rot, kv_b)
     for n in (1, 5, 16):

@@ -92,9 +92,9 @@ def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, memory: 
     decay = _decay_between(total)  # [B, H, C, C, K]
     from_start = torch.exp(total)
     to_end = torch.exp(total[..., -1:, :] - total)
-    a = beta.unsqueeze(-1) * _decayed_products(k, k, decay).tril(-1)
+    a = beta.unsqueeze(-1) * _decayed_products(k, k, decay)
     wanted = beta.unsqueeze(-1) * (v - (k * from_start) @ memory)
-    # Unit triangular: the diagonal of A is taken as 1.
+    # Unit triangular: only what is below the diagonal of A is read, and the diagonal counts as 1.
     writes = torch.linalg.solve_triangular(a, wanted, upper=False, unitriangular=True)
     o = (q * from_start) @ memory + _decayed_products(q, k, decay) @ writes
     return o, from_start[..., -1, :].unsqueeze(-1) * memory + (k * to_end).transpose(-1, -2) @ writes

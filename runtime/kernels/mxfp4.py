@@ -24,9 +24,10 @@ def decode_mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
 
 @cache
 def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the two values of every byte [256, 2], and the value of every scale [256, 1]. Looked up, as exp2 need not be exact on a GPU."""
+    """Return the two values of every byte [256, 2] and the value of every scale [256, 1]."""
     byte = np.arange(256)
     pairs = np.stack([E2M1_VALUES[byte & 15], E2M1_VALUES[byte >> 4]], axis=1)
+    # A table, as exp2 need not be exact on a GPU.
     scales = np.full((256, 1), np.nan, np.float32)
     scales[:NAN_SCALE, 0] = np.ldexp(np.float32(1), byte[:NAN_SCALE] - 127)
     return torch.from_numpy(pairs).to(device), torch.from_numpy(scales).to(device)

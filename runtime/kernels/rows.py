@@ -1,7 +1,8 @@
 """Row-wise work whose bits for a row depend neither on the other rows nor on how many there are.
 
 A matrix product picks its kernel, and with it the order of its sums, by the number of rows, on a CPU as on a GPU. Decode arithmetic
-therefore computes sums over features on tiles of one fixed height. Elementwise operations need no tiles, if they are position-free (sigmoid.py).
+therefore computes sums over features on tiles of one fixed height. Elementwise operations need no tiles, provided that they treat every
+element alike (sigmoid.py).
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Sigmoid, SiLU and softplus with the same bits wherever an element lies in its tensor.
 
-torch's own kernels for them round otherwise in the vector loop than in its tail on a CPU (one element in 25 for sigmoid, AVX-512), and threads
-put tails anywhere. exp, log1p and the four operations do not.
+On a CPU torch's own kernels for them round otherwise in the vector loop than in its tail (one element in 25 for sigmoid with AVX-512),
+and threads put tails anywhere. exp, log1p and the four operations do not.
 """
 
 import torch
