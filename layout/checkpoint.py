@@ -94,8 +94,8 @@ class Checkpoint:
         return [Extent(extents[0].path, extents[0].offset, self.record.n_bytes)] if is_one_run else extents
 
 
-def open_checkpoint(directory: Path) -> Checkpoint:
-    """Read and check all headers of a checkpoint. Raises BadInputError that lists every fault."""
+def open_checkpoint(directory: Path, *, most_faults: int = 20) -> Checkpoint:
+    """Read and check all headers of a checkpoint. Raises BadInputError that lists the first `most_faults` faults and counts the rest."""
     if not directory.is_dir():
         raise BadInputError(f"{directory}: no such directory; expected a checkpoint with config.json and {INDEX_NAME}")
     config = read_json(directory / "config.json")
@@ -109,11 +109,13 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     try:
         facts = read_config(config, {name: t.shape for name, t in tensors.items()})
     except BadInputError as error:
-        raise (BadInputError(listed([*faults, str(error)], f"{directory}: the checkpoint cannot be used:")) if faults else error) from None
+        if not faults:
+            raise
+        raise BadInputError(listed([*faults, str(error)], f"{directory}: the checkpoint cannot be used:", most=most_faults)) from None
     expected_elsewhere = {name for name, shard in (weight_map or {}).items() if shard in unread}
     faults += _tensor_faults(facts.geometry, tensors, expected_elsewhere)
     if faults:
-        raise BadInputError(listed(faults, f"{directory}: the checkpoint cannot be used; {len(faults)} faults:"))
+        raise BadInputError(listed(faults, f"{directory}: the checkpoint cannot be used; {len(faults)} faults:", most=most_faults))
     good = tuple(shard for shard in shards if shard is not None)
     return Checkpoint(directory, config, facts, good, tensors, _digest(config, good), probe_directory(directory))
 

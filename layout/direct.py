@@ -4,6 +4,7 @@ O_DIRECT moves whole aligned blocks, so a read takes the aligned superset of its
 direct reads the mode says so and why, and the same calls go through the page cache.
 """
 
+import contextlib
 import errno
 import mmap
 import os
@@ -15,6 +16,8 @@ from manifests.errors import BadInputError, DamagedDataError
 
 PAGE = 4096
 _HUGE_PAGE = 2 << 20
+# Not among mmap's constants in every Python.
+_MADV_POPULATE_WRITE = 23
 _ALIGNMENTS = (PAGE, 16384, 65536)
 # Refusals that mean "not here"; anything else is a real error.
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
@@ -56,11 +59,20 @@ def span_bytes(n_bytes: int, alignment: int = PAGE) -> int:
 
 
 def aligned_buffer(n_bytes: int) -> memoryview:
-    """Return zeroed, page-aligned, writable memory; in huge pages where that pays."""
+    """Return zeroed, page-aligned, writable memory that is really there; in huge pages where that pays.
+
+    Memory that was never touched would be faulted in during the first read: btrfs then reads through the page cache, and every first read is slow.
+    """
     memory = mmap.mmap(-1, round_up(max(n_bytes, 1), PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if n_bytes >= _HUGE_PAGE:
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)
+    view = memoryview(memory)
+    try:
+        memory.madvise(_MADV_POPULATE_WRITE)
+    except OSError:
+        # Before Linux 5.14: touch every page.
+        view[::PAGE] = bytes(len(view[::PAGE]))
+    return view
 
 
 def read_extent(extent: Extent, buffer: memoryview, mode: ReadMode) -> memoryview:
@@ -116,8 +128,12 @@ def probe_directory(directory: Path) -> ReadMode:
     except OSError as error:
         raise BadInputError(f"{directory}: cannot be opened as a directory: {error.strerror}") from None
     for entry in entries:
-        if entry.stat().st_size >= PAGE:
-            return _probe_file(Path(entry.path))
+        try:
+            if entry.stat().st_size >= PAGE:
+                return _probe_file(Path(entry.path))
+        except FileNotFoundError:
+            # Someone is at work in the directory: a partial file has just got its name.
+            continue
     return _probe_with_new_file(directory)
 
 
@@ -126,7 +142,8 @@ def _probe_with_new_file(directory: Path) -> ReadMode:
     try:
         path.write_bytes(bytes(range(256)) * (_ALIGNMENTS[-1] // 128))
     except OSError as error:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
         return ReadMode(is_direct=False, reason=f"no file to try, and none can be made: {error.strerror}")
     try:
         return _probe_file(path)

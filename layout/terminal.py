@@ -17,11 +17,12 @@ from layout.sizes import format_rate, format_size
 from manifests.errors import Interrupted, KtierError
 
 PLAIN_LINE_EVERY_S = 10.0
+_REQUESTS_TO_END = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_command(app: typer.Typer, *, name: str) -> int:
     """Run a command line and return its exit code; a user's mistake ends in one message, never in a stack trace."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _REQUESTS_TO_END:
         signal.signal(number, _interrupt)
     try:
         app(prog_name=name)
@@ -37,11 +38,20 @@ def run_command(app: typer.Typer, *, name: str) -> int:
         return KtierError.exit_code
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
+    finally:
+        _ignore_requests_to_end()
     return 0
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    # A second Ctrl-C would break off the cleaning up that the first one began.
+    _ignore_requests_to_end()
     raise Interrupted("interrupted; what was finished stays, and nothing half-written is left")
+
+
+def _ignore_requests_to_end() -> None:
+    for number in _REQUESTS_TO_END:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def say(text: str) -> None:

@@ -1,5 +1,6 @@
 """Files that appear whole or not at all: a partial name, the bytes, fsync, rename, and fsync of the directory."""
 
+import contextlib
 import errno
 import os
 from collections.abc import Callable, Iterator
@@ -74,13 +75,19 @@ def _partial(path: Path) -> Iterator[Path]:
         yield partial
         os.replace(partial, path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        _remove(partial)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NoSpaceError(f"{path}: no room left on the file system; make room and run the same command again") from None
         raise KtierError(f"{path}: cannot be written: {error.strerror}") from error
     except BaseException:
-        partial.unlink(missing_ok=True)
+        _remove(partial)
         raise
+
+
+def _remove(partial: Path) -> None:
+    # On a read-only file system not even the absence of a file can be brought about; the error that led here is what counts.
+    with contextlib.suppress(OSError):
+        partial.unlink()
 
 
 def _reserve(fd: int, n_bytes: int) -> None:

@@ -18,7 +18,7 @@ from manifests.geometry import known_geometries, load_geometry
 from manifests.manifest import TIERS
 from prep.extract import MANIFEST_NAME, extract
 from prep.measure import DEFAULT_SECONDS
-from prep.place import DriveRequest, Placement, carry_out, decide
+from prep.place import DriveRequest, Placement, carry_out, decide, disk_bytes
 from prep.tiny import limit_layers, make_checkpoint
 from prep.verify import describe_bad_record, drives_named, repair, verify
 
@@ -100,7 +100,7 @@ def place_command(
 ) -> None:
     """Decide which drive holds which experts, copy them there, prove every copy, and publish a new manifest."""
     prepared = open_prepared(manifest_path)
-    requests = _drive_requests(tier, limit or [], record_bytes=prepared.record.n_bytes)
+    requests = _drive_requests(tier, limit or [], record_bytes=disk_bytes(prepared.record.n_bytes))
     reserve_bytes = None if reserve is None else (0 if reserve == "0" else parse_size(reserve, flag="--reserve"))
     placement = decide(prepared, requests, reserve_bytes=reserve_bytes, measure_seconds=measure_seconds if measure_drives else None)
     for remark in placement.remarks:

@@ -16,7 +16,7 @@ from layout.hash_lists import HASH_LIST_NAME, ExpertHashes, xxh3_128_hex
 from layout.parallel import run_parallel
 from layout.record import LAYOUT_NAME, NIBBLE_ORDER, SCALE_KIND, expert_file_name
 from layout.sizes import format_size
-from layout.writer import sync_directory, write_bytes, write_record
+from layout.writer import PARTIAL_SUFFIX, sync_directory, write_bytes, write_record
 from manifests.errors import BadInputError, NoSpaceError
 from manifests.load import load_manifest
 from manifests.manifest import CarriedFile, Drive, HashList, Manifest, Record, Source, SourceFile, Spine, Tokenizer
@@ -47,9 +47,11 @@ def extract(checkpoint: Checkpoint, out: Path, *, on_progress: Progress) -> Mani
     end_ids = end_ids_of(checkpoint.config, read_json(checkpoint.directory / "generation_config.json", default={}))
     small_files = _small_files(checkpoint.directory)
     _check_space(checkpoint, out)
-    experts = out / EXPERTS_DIRECTORY
-    experts.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
+    # The journal comes first: by it the directory is known for ours when the rest is cut short.
     write_bytes(out / JOURNAL_NAME, _journal_head(checkpoint))
+    experts = out / EXPERTS_DIRECTORY
+    experts.mkdir(exist_ok=True)
     carried = _carry_files(small_files, out / TOKENIZER_DIRECTORY)
     spine = write_spine(checkpoint, out / SPINE_NAME, expert_directories=[EXPERTS_DIRECTORY], on_progress=on_progress)
     hashes = _extract_experts(checkpoint, experts, on_progress)
@@ -87,7 +89,8 @@ def _finished_manifest(checkpoint: Checkpoint, out: Path) -> Manifest | None:
             raise BadInputError(f"{out}: holds the output of another checkpoint ({manifest.source.digest}); name a new or empty directory")
         return manifest
     journal = out / JOURNAL_NAME
-    if any(out.iterdir()) and not (journal.exists() and journal.read_bytes() == _journal_head(checkpoint)):
+    cut_short = journal.with_name(journal.name + PARTIAL_SUFFIX)
+    if set(out.iterdir()) - {cut_short} and not (journal.exists() and journal.read_bytes() == _journal_head(checkpoint)):
         raise BadInputError(f"{out}: is not empty and holds no output of this checkpoint; name a new or empty directory")
     return None
 
@@ -100,7 +103,9 @@ def _check_space(checkpoint: Checkpoint, out: Path) -> None:
     parent = next(p for p in (out, *out.resolve().parents) if p.exists())
     spine = sum(checkpoint.tensors[s.name].n_bytes for t in checkpoint.spine_tensors() for s in t.sources)
     needed = spine + checkpoint.geometry.n_routed_experts * round_up(checkpoint.record.n_bytes, 4096)
-    reserve, free = default_reserve(parent), free_bytes(parent)
+    # An unfinished output's expert files are replaced one by one.
+    lying = sum(path.stat().st_blocks * 512 for path in (out / EXPERTS_DIRECTORY).glob("L*.bin"))
+    reserve, free = default_reserve(parent), free_bytes(parent) + lying
     if needed + reserve > free:
         raise NoSpaceError(
             f"{out}: {format_size(needed)} needed and {format_size(reserve)} kept in reserve, but {format_size(free)} are free; nothing was written"

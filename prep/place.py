@@ -17,6 +17,7 @@ from layout.drives import default_reserve, describe_directory, free_bytes
 from layout.hash_lists import HASH_LIST_NAME
 from layout.parallel import run_parallel
 from layout.prepared import Copies, Prepared, find_copies
+from layout.record import parse_expert_file_name
 from layout.writer import sync_directory, write_bytes
 from manifests.errors import UsageError
 from manifests.manifest import BASE_TIERS, Drive, Manifest, Profile
@@ -42,7 +43,7 @@ class DriveRequest:
 
 @dataclass(frozen=True, slots=True)
 class PlannedDrive:
-    """What one drive shall hold, and what of it must be copied there; both bool [n_layers, n_experts]."""
+    """What one drive shall hold, and what of it is new there, to be copied or proved; both bool [n_layers, n_experts]."""
 
     request: DriveRequest
     profile: Profile | None
@@ -63,6 +64,11 @@ class Placement:
         return sum(int(drive.to_copy.sum()) for drive in self.drives)
 
 
+def disk_bytes(record_bytes: int) -> int:
+    """Return the room that an expert's file takes on a drive: whole blocks of the file system."""
+    return round_up(record_bytes, FILE_SYSTEM_BLOCK)
+
+
 def decide(prepared: Prepared, requests: Sequence[DriveRequest], *, reserve_bytes: int | None, measure_seconds: float | None) -> Placement:
     """Plan a placement over the requested drives, measuring them first if measure_seconds is given.
 
@@ -73,21 +79,33 @@ def decide(prepared: Prepared, requests: Sequence[DriveRequest], *, reserve_byte
     n_bytes = prepared.record.n_bytes
     profiles = [measure_drive(r.directory, record_bytes=n_bytes, seconds=measure_seconds) if measure_seconds else None for r in requests]
     known = {_same(path): number for number, path in enumerate(prepared.drive_directories)}
-    candidates, pools = [], dict[int, int]()
+    candidates, here, pools = [], list[np.ndarray](), dict[int, int]()
     for request, profile in zip(requests, profiles, strict=True):
         number = known.get(_same(request.directory))
-        here = present.holds[number] if number is not None else np.zeros_like(present.holds[0])
+        here.append(present.holds[number] if number is not None else np.zeros_like(present.holds[0]))
         pool = pools.setdefault(os.stat(request.directory).st_dev, len(pools))
         weight = profile.read_bytes_per_s if profile is not None else 1.0
-        limit = None if request.limit_bytes is None else request.limit_bytes // round_up(n_bytes, FILE_SYSTEM_BLOCK)
-        candidates.append(Candidate(request.tier, weight, pool, limit, here))
+        limit = None if request.limit_bytes is None else request.limit_bytes // disk_bytes(n_bytes)
+        candidates.append(Candidate(request.tier, weight, pool, limit, here[-1] | _lying(prepared, request.directory)))
     room = [_pool_room(n_bytes, pool, requests, candidates, reserve_bytes) for pool in range(len(pools))]
     holds = plan_placement(prepared.geometry, candidates, pool_room=room)
     drives = tuple(
-        PlannedDrive(request, profile, planned, planned & ~candidate.present)
-        for request, profile, planned, candidate in zip(requests, profiles, holds, candidates, strict=True)
+        PlannedDrive(request, profile, planned, planned & ~held)
+        for request, profile, planned, held in zip(requests, profiles, holds, here, strict=True)
     )
     return Placement(drives, present, tuple(present.faults))
+
+
+def _lying(prepared: Prepared, directory: Path) -> np.ndarray:
+    """Return which expert files of the right size are in a directory, named by the manifest or not: they need no more room, only proof."""
+    found = np.zeros_like(prepared.hashes.is_known)
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            place = parse_expert_file_name(entry.name)
+            if place is None or not (place[0] < len(found) and place[1] < found.shape[1] and prepared.hashes.is_known[place]):
+                continue
+            found[place] = entry.stat().st_size == prepared.record.n_bytes
+    return found
 
 
 def _check_requests(requests: Sequence[DriveRequest]) -> None:
@@ -113,7 +131,7 @@ def _pool_room(
     members = [n for n, candidate in enumerate(candidates) if candidate.pool == pool]
     directory = requests[members[0]].directory
     reserve = default_reserve(directory) if reserve_bytes is None else reserve_bytes
-    n_free = max(0, free_bytes(directory) - reserve) // round_up(n_bytes, FILE_SYSTEM_BLOCK)
+    n_free = max(0, free_bytes(directory) - reserve) // disk_bytes(n_bytes)
     return n_free + sum(int(candidates[n].present.sum()) for n in members)
 
 

@@ -32,16 +32,26 @@ class Candidate:
 
 
 def plan_placement(geometry: Geometry, candidates: Sequence[Candidate], *, pool_room: Sequence[int], seed: int = 0) -> list[np.ndarray]:
-    """Return for each candidate the experts that it shall hold, bool [n_layers, n_experts].
+    """Return for each candidate the experts that it shall hold, base and further copies, bool [n_layers, n_experts].
 
     pool_room  most experts that each pool can hold, those that are there included
 
     Raises NoSpaceError if tiers A and B cannot hold every expert.
     """
+    room, rng = _Room(candidates, list(pool_room)), np.random.default_rng(seed)
+    holds = _split_base(geometry, candidates, room, rng)
+    _add_copies(geometry, candidates, holds, room, rng)
+    return holds
+
+
+def plan_base(geometry: Geometry, candidates: Sequence[Candidate], *, pool_room: Sequence[int], seed: int = 0) -> list[np.ndarray]:
+    """Return the base alone: each expert once, on a drive of tier A or B. Arguments, result and errors as for `plan_placement`."""
+    return _split_base(geometry, candidates, _Room(candidates, list(pool_room)), np.random.default_rng(seed))
+
+
+def _split_base(geometry: Geometry, candidates: Sequence[Candidate], room: "_Room", rng: np.random.Generator) -> list[np.ndarray]:
     holds = [np.zeros((geometry.n_layers, geometry.n_experts), np.bool_) for _ in candidates]
-    room = _Room(candidates, list(pool_room))
     base = [n for n, candidate in enumerate(candidates) if candidate.tier in BASE_TIERS]
-    rng = np.random.default_rng(seed)
     n_left = geometry.n_routed_experts
     for layer in geometry.moe_layers:
         shares = room.shares(base, geometry.n_experts, n_left)
@@ -54,7 +64,6 @@ def plan_placement(geometry: Geometry, candidates: Sequence[Candidate], *, pool_
             holds[drive][layer, experts] = True
             room.take(drive, len(experts))
         n_left -= geometry.n_experts
-    _add_copies(geometry, candidates, holds, room, rng)
     return holds
 
 
@@ -90,9 +99,7 @@ class _Room:
         # A drive that cannot take its share in every layer takes what it can, evenly over the layers.
         caps = {drive: -(-rooms[drive] * n_wanted // max(n_left, 1)) for drive in drives}
         for _ in range(n_wanted):
-            open_drives = [
-                i for i, d in enumerate(drives) if shares[i] < min(caps[d], rooms[d]) and pools[self._candidates[d].pool] > 0
-            ]
+            open_drives = [i for i, d in enumerate(drives) if shares[i] < min(caps[d], rooms[d]) and pools[self._candidates[d].pool] > 0]
             if not open_drives:
                 break
             best = min(open_drives, key=lambda i: (shares[i] + 1) / self._candidates[drives[i]].weight)
@@ -124,9 +131,7 @@ def _split(
     return dealt
 
 
-def _add_copies(
-    geometry: Geometry, candidates: Sequence[Candidate], holds: list[np.ndarray], room: _Room, rng: np.random.Generator
-) -> None:
+def _add_copies(geometry: Geometry, candidates: Sequence[Candidate], holds: list[np.ndarray], room: _Room, rng: np.random.Generator) -> None:
     """Fill the room that is left, drive by drive from the last tier up, evenly over the layers."""
     for drive in sorted(range(len(candidates)), key=lambda n: candidates[n].tier, reverse=True):
         n_layers_left = len(geometry.moe_layers)

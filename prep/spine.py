@@ -1,9 +1,14 @@
 """The spine: everything that every token needs, in one GGUF file with llama.cpp's names, matrices in Q8_0.
 
-gguf-py writes the header; the data follow tensor by tensor in blocks of rows, so memory does not grow with the model.
+gguf-py writes the header. The data follow in pieces of bounded size: threads read and quantise the next ones while this thread hashes and
+writes those that are done, in the order of the file and past the page cache. Memory does not grow with the model.
 """
 
+import math
+import os
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,17 +16,25 @@ import gguf
 import numpy as np
 import xxhash
 from gguf import GGMLQuantizationType, GGUFWriter
-from gguf.quants import quantize
 
 from layout.checkpoint import Checkpoint
+from layout.direct import Extent, aligned_buffer, probe_directory, read_extent, round_up, span_bytes
 from layout.record import LAYOUT_NAME, NIBBLE_ORDER, SCALE_KIND
-from layout.tensor_data import float_blocks, raw_blocks, read_float_tensor
+from layout.tensor_data import read_float_tensor
 from layout.tensors import SpineTensor
 from layout.writer import replaced_file
+from manifests.errors import BadInputError
 from manifests.geometry import Geometry
+from prep.quantise import Quantiser
 
 ALIGNMENT = 4096
 ARCHITECTURE = "kimi-k3"
+# Checkpoint bytes read and quantised at a time. As a multiple of 2**18 it gives whole pages of Q8_0 from every source type.
+PIECE_BYTES = 16 << 20
+# One thread waits for the drive while others quantise; beyond a few they queue for Python's lock.
+N_WORKERS = min(4, (os.cpu_count() or 1) + 1)
+# Two more, so that a slow write does not stop the workers at once.
+N_SLOTS = N_WORKERS + 2
 Progress = Callable[[str, int, int], None]
 
 _TYPES = {
@@ -33,35 +46,81 @@ _TYPES = {
 
 
 class SpineFile(NamedTuple):
+    """A written spine; `tensors` holds the xxh3-128 of each tensor's stored bytes, without the padding behind them."""
+
     n_bytes: int
     xxh3_128: str
+    tensors: dict[str, str]
+
+
+class _Piece(NamedTuple):
+    """What is read and converted in one go: a run of bytes of a tensor's only source, or, where F32 is stored, a whole tensor."""
+
+    tensor: SpineTensor
+    begin: int
+    n_source_bytes: int
+
+
+class _Slot:
+    """The memory that a piece is read into, converted with and written from; used again for a later piece."""
+
+    def __init__(self, alignment: int) -> None:
+        self.incoming = aligned_buffer(span_bytes(PIECE_BYTES, alignment))
+        self.outgoing = aligned_buffer(PIECE_BYTES)
+        self.quantiser = Quantiser()
+
+
+class _Made(NamedTuple):
+    """A piece ready to be written: `padded` is page-aligned, whole pages, and zero behind its first n_bytes."""
+
+    piece: _Piece
+    padded: memoryview
+    n_bytes: int
 
 
 def write_spine(checkpoint: Checkpoint, path: Path, *, expert_directories: list[str], on_progress: Progress) -> SpineFile:
-    """Write the spine of a checkpoint and return its size and hash.
+    """Write the spine of a checkpoint and return its size and hashes.
 
-    Raises BadInputError on values that are not finite, and on A_log padding that is not zero.
+    Raises BadInputError on values that are not finite or too large for Q8_0, and on A_log padding that is not zero.
     """
     tensors = checkpoint.spine_tensors()
+    pieces = [piece for tensor in tensors for piece in _pieces(checkpoint, tensor)]
+    done, total = 0, sum(piece.n_source_bytes for piece in pieces)
+    hashes = {tensor.name: xxhash.xxh3_128() for tensor in tensors}
     with replaced_file(path) as partial:
         _write_header(checkpoint, tensors, partial, expert_directories)
-        state = xxhash.xxh3_128(partial.read_bytes())
-        with partial.open("ab") as file:
-            source_bytes = [sum(checkpoint.tensors[s.name].n_bytes for s in t.sources) for t in tensors]
-            done, total = 0, sum(source_bytes)
-            for tensor, n_source_bytes in zip(tensors, source_bytes, strict=True):
-                for block in _padded(_tensor_blocks(checkpoint, tensor)):
-                    file.write(block)
-                    state.update(block)
-                done += n_source_bytes
+        header = partial.read_bytes()
+        whole, n_bytes = xxhash.xxh3_128(header), len(header)
+        with open(partial, "r+b", buffering=0, opener=_open_for_pages) as file, ThreadPoolExecutor(N_WORKERS) as pool:
+            for made in _made_in_order(checkpoint, pieces, pool):
+                hashes[made.piece.tensor.name].update(made.padded[: made.n_bytes])
+                whole.update(made.padded)
+                _write_pages(file.fileno(), made.padded, n_bytes)
+                n_bytes += len(made.padded)
+                done += made.piece.n_source_bytes
                 on_progress("spine", done, total)
-            n_bytes = file.tell()
-    return SpineFile(n_bytes, state.hexdigest())
+    return SpineFile(n_bytes, whole.hexdigest(), {name: state.hexdigest() for name, state in hashes.items()})
 
 
 def stored_type(checkpoint: Checkpoint, tensor: SpineTensor) -> str:
     """Return the name of the type that a tensor has in the spine."""
     return checkpoint.tensors[tensor.sources[0].name].dtype if tensor.storage == "shipped" else tensor.storage
+
+
+def spine_bytes(checkpoint: Checkpoint, *, expert_directories: list[str]) -> int:
+    """Return the size of the file that `write_spine` makes, to the byte. The header is made in memory; nothing is written."""
+    tensors = checkpoint.spine_tensors()
+    fd = os.memfd_create("spine-header", os.MFD_CLOEXEC)
+    try:
+        _write_header(checkpoint, tensors, Path(f"/proc/self/fd/{fd}"), expert_directories)
+        return os.fstat(fd).st_size + sum(round_up(_stored_bytes(checkpoint, tensor), ALIGNMENT) for tensor in tensors)
+    finally:
+        os.close(fd)
+
+
+def _stored_bytes(checkpoint: Checkpoint, tensor: SpineTensor) -> int:
+    n_elements, n_bytes = gguf.GGML_QUANT_SIZES[_TYPES[stored_type(checkpoint, tensor)]]
+    return math.prod(tensor.shape) // n_elements * n_bytes
 
 
 def _write_header(checkpoint: Checkpoint, tensors: list[SpineTensor], path: Path, expert_directories: list[str]) -> None:
@@ -71,9 +130,7 @@ def _write_header(checkpoint: Checkpoint, tensors: list[SpineTensor], path: Path
         _add_key(writer, key, value)
     for tensor in tensors:
         kind = _TYPES[stored_type(checkpoint, tensor)]
-        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        n_bytes = int(np.prod(tensor.shape)) // block * block_bytes
-        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), n_bytes, raw_dtype=kind)
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), _stored_bytes(checkpoint, tensor), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -157,20 +214,66 @@ def _model_keys(g: Geometry) -> dict[str, Any]:
     return keys
 
 
-def _padded(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    n_bytes = 0
-    for block in blocks:
-        n_bytes += len(block)
-        yield block
-    yield bytes(-n_bytes % ALIGNMENT)
+def _pieces(checkpoint: Checkpoint, tensor: SpineTensor) -> Iterator[_Piece]:
+    n_bytes = sum(checkpoint.tensors[s.name].n_bytes for s in tensor.sources)
+    step = n_bytes if tensor.storage == "F32" else PIECE_BYTES
+    for begin in range(0, n_bytes, step):
+        yield _Piece(tensor, begin, min(step, n_bytes - begin))
 
 
-def _tensor_blocks(checkpoint: Checkpoint, tensor: SpineTensor) -> Iterator[bytes]:
-    """Yield a spine tensor's bytes in blocks of rows."""
-    name = tensor.sources[0].name
-    if tensor.storage == "shipped":
-        yield from (raw.tobytes() for raw in raw_blocks(checkpoint, name))
-    elif tensor.storage == "Q8_0":
-        yield from (quantize(block, GGMLQuantizationType.Q8_0).tobytes() for block in float_blocks(checkpoint, name))
+def _made_in_order(checkpoint: Checkpoint, pieces: list[_Piece], pool: ThreadPoolExecutor) -> Iterator[_Made]:
+    """Yield every piece, made by the pool, in order; each is valid until the next."""
+    slots = [_Slot(checkpoint.read_mode.alignment) for _ in range(N_SLOTS)]
+    under_way: deque[Future[_Made]] = deque()
+    for number, piece in enumerate(pieces):
+        if len(under_way) == N_SLOTS:
+            yield under_way.popleft().result()
+        # This slot held the piece that was just yielded, which has been written by now.
+        under_way.append(pool.submit(_make, checkpoint, piece, slots[number % N_SLOTS]))
+    while under_way:
+        yield under_way.popleft().result()
+
+
+def _make(checkpoint: Checkpoint, piece: _Piece, slot: _Slot) -> _Made:
+    outgoing = slot.outgoing
+    if piece.tensor.storage == "F32":
+        values = read_float_tensor(checkpoint, piece.tensor)
+        n_bytes = values.nbytes
+        outgoing = aligned_buffer(round_up(n_bytes, ALIGNMENT))
+        outgoing[:n_bytes] = values.tobytes()
+    elif piece.tensor.storage == "Q8_0":
+        n_bytes = _quantise(checkpoint, piece, slot)
     else:
-        yield read_float_tensor(checkpoint, tensor).tobytes()
+        raw = _read(checkpoint, piece, slot)
+        n_bytes = len(raw)
+        outgoing[:n_bytes] = raw
+    padded = outgoing[: round_up(n_bytes, ALIGNMENT)]
+    padded[n_bytes:] = bytes(len(padded) - n_bytes)
+    return _Made(piece, padded, n_bytes)
+
+
+def _read(checkpoint: Checkpoint, piece: _Piece, slot: _Slot) -> memoryview:
+    path, offset, _ = checkpoint.extent(piece.tensor.sources[0].name)
+    return read_extent(Extent(path, offset + piece.begin, piece.n_source_bytes), slot.incoming, checkpoint.read_mode)
+
+
+def _quantise(checkpoint: Checkpoint, piece: _Piece, slot: _Slot) -> int:
+    name = piece.tensor.sources[0].name
+    raw, out = np.frombuffer(_read(checkpoint, piece, slot), np.uint8), np.frombuffer(slot.outgoing, np.uint8)
+    try:
+        return slot.quantiser.quantise(raw, checkpoint.tensors[name].dtype, out)
+    except ValueError as error:
+        raise BadInputError(f"tensor {name} in {checkpoint.extent(name).path.name} {error}; fetch the file again") from None
+
+
+def _open_for_pages(path: str, flags: int) -> int:
+    """Open a file past the page cache where its directory lets whole pages through."""
+    mode = probe_directory(Path(path).parent)
+    return os.open(path, flags | os.O_DIRECT if mode.is_direct and mode.alignment <= ALIGNMENT else flags)
+
+
+def _write_pages(fd: int, pages: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(pages):
+        # A write that the disk cut short goes on from a whole page, or fails there with its reason.
+        done = (done + os.pwrite(fd, pages[done:], offset + done)) // ALIGNMENT * ALIGNMENT

@@ -95,26 +95,28 @@ def make_checkpoint(
     seed: int,
     on_progress: Callable[[str, int, int], None] | None = None,
     pad_a_log: bool = True,
+    is_sparse: bool = False,
 ) -> None:
     """Write a random-weight checkpoint that differs from a published one only in its values, and in its vision tower, which is a token one.
 
     architecture  as config.json names it; K3.1 needs a geometry with an indexer, K3 one without
     on_progress   called with the shard's name, the tensor bytes written so far, and those of all shards, after every block
     pad_a_log     lengthen A_log with zeros to the size of a head, as the published models do
+    is_sparse     leave a hole in the place of all tensor data: every size and header is true, and next to nothing lies on the disk
 
     The index is written last: a directory without it is unfinished. Raises BadInputError if `out` is not empty or the geometry does not fit
     the architecture, NoSpaceError before the first write if the file system has too little room.
     """
     _check_request(out, geometry, architecture)
     shards = _shards(geometry, pad_a_log=pad_a_log)
-    _check_space(out, shards)
+    _check_space(out, shards, is_sparse=is_sparse)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadInputError(f"{out}: cannot be created: {error.strerror}; choose another directory") from None
     n_done, n_total = 0, sum(shard.data_bytes for shard in shards)
     for shard in shards:
-        for n_bytes in _write_shard(out, shard, seed):
+        for n_bytes in _write_hole(out, shard) if is_sparse else _write_shard(out, shard, seed):
             n_done += n_bytes
             if on_progress is not None:
                 on_progress(shard.name, n_done, n_total)
@@ -151,9 +153,9 @@ def _check_request(out: Path, g: Geometry, architecture: str) -> None:
         raise BadInputError(f"{out}: the directory is not empty; nothing is overwritten: choose another one, or empty it")
 
 
-def _check_space(out: Path, shards: list[_Shard]) -> None:
+def _check_space(out: Path, shards: list[_Shard], *, is_sparse: bool) -> None:
     # The index is about as large as all headers together.
-    needed = sum(shard.data_bytes + 2 * len(shard.header) for shard in shards)
+    needed = sum(2 * len(shard.header) + (0 if is_sparse else shard.data_bytes) for shard in shards)
     home = next(directory for directory in (out.absolute(), *out.absolute().parents) if directory.is_dir())
     free = shutil.disk_usage(home).free
     if needed > free:
@@ -213,6 +215,14 @@ def _write_shard(out: Path, shard: _Shard, seed: int) -> Iterator[int]:
         for tensor in shard.tensors:
             for block in _blocks(tensor, seed):
                 yield file.write(block.data)
+
+
+def _write_hole(out: Path, shard: _Shard) -> Iterator[int]:
+    """Write a shard's header and a hole of the size of its data; yield that size."""
+    with replaced_file(out / shard.name) as partial, partial.open("wb") as file:
+        file.write(shard.header)
+        file.truncate(file.tell() + shard.data_bytes)
+    yield shard.data_bytes
 
 
 def _blocks(tensor: _Tensor, seed: int) -> Iterator[np.ndarray]:

@@ -13,7 +13,7 @@ from layout.hash_lists import HASH_LIST_NAME
 from layout.prepared import Prepared
 from layout.reader import Completion, Reader, ReadRequest
 from layout.writer import sync_directory
-from manifests.errors import BadInputError, DamagedDataError, UsageError
+from manifests.errors import DamagedDataError, UsageError
 from prep.copying import Sources, copy_expert
 
 DEPTH = 4
@@ -31,8 +31,9 @@ class BadRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What a verification found: counts, bad records, and one message for every other bad file."""
+    """What a verification found: the drives that were read, counts, bad records, and one message for every other bad file."""
 
+    drives: list[int]
     n_records: int
     n_bytes: int
     bad_records: list[BadRecord]
@@ -54,7 +55,7 @@ def verify(prepared: Prepared, *, drives: list[int], on_progress: Progress) -> F
         on_progress("records", n_records * prepared.record.n_bytes, total * prepared.record.n_bytes)
         if done.error is not None:
             records.append(_bad_record(prepared, done))
-    return Findings(n_records, n_records * prepared.record.n_bytes, sorted(records), bad_files)
+    return Findings(drives, n_records, n_records * prepared.record.n_bytes, sorted(records), bad_files)
 
 
 def drives_named(prepared: Prepared, name: str | None) -> list[int]:
@@ -75,13 +76,16 @@ def drives_named(prepared: Prepared, name: str | None) -> list[int]:
 def describe_bad_record(prepared: Prepared, bad: BadRecord, findings: Findings) -> str:
     """Return the message for a bad record, with where an intact copy is."""
     spoilt = {(b.drive, b.layer, b.expert) for b in findings.bad_records}
-    others = [
-        n for n in prepared.drives_holding(bad.layer, bad.expert) if n != bad.drive and (n, bad.layer, bad.expert) not in spoilt
-    ]
-    if others:
-        cure = f"another copy is intact on {', '.join(map(prepared.drive_name, others))}; kprep verify-hashes --repair restores it"
+    others = [n for n in prepared.drives_holding(bad.layer, bad.expert) if (n, bad.layer, bad.expert) not in spoilt]
+    intact, unread = ([n for n in others if (n in findings.drives) is was_read] for was_read in (True, False))
+    if not prepared.drive_directories[bad.drive].is_dir():
+        cure = "the directory is gone: is the drive mounted?"
+    elif intact:
+        cure = f"another copy is intact on {', '.join(map(prepared.drive_name, intact))}; kprep verify-hashes --repair restores it"
+    elif unread:
+        cure = f"a copy that was not read now is on {', '.join(map(prepared.drive_name, unread))}; kprep verify-hashes --repair tries it"
     else:
-        cure = f"no other copy; fetch the shard that holds layer {bad.layer} again and extract anew"
+        cure = f"no other copy is intact; fetch the shard that holds layer {bad.layer} again and extract anew"
     return f"layer {bad.layer} expert {bad.expert} on {prepared.drive_name(bad.drive)}: {bad.what}\n    {cure}"
 
 
@@ -99,7 +103,12 @@ def repair(prepared: Prepared, findings: Findings) -> tuple[list[BadRecord], lis
             continue
         mode = probe_directory(directory)
         buffer = aligned_buffer(span_bytes(prepared.record.n_bytes, max(mode.alignment, sources.alignment)))
-        copy_expert(sources, bad.layer, bad.expert, directory=directory, mode=mode, buffer=buffer)
+        try:
+            copy_expert(sources, bad.layer, bad.expert, directory=directory, mode=mode, buffer=buffer)
+        except DamagedDataError:
+            # The copies on drives that were not verified just now may be bad too.
+            lost.append(bad)
+            continue
         sync_directory(directory)
         restored.append(bad)
     return restored, lost
@@ -164,17 +173,21 @@ def _verify_drive_list(prepared: Prepared, drive: int) -> Iterator[str]:
     try:
         found = path.read_bytes()
     except OSError as error:
-        yield f"{path}: cannot be read: {error.strerror}"
+        yield f"{path}: cannot be read: {error.strerror}; kprep place with the same drives writes it anew"
         return
     if found != expected:
-        yield f"{path}: does not list the {int(prepared.manifest.drives[drive].holds.sum())} experts of this drive with their hashes"
+        n_held = int(prepared.manifest.drives[drive].holds.sum())
+        yield f"{path}: does not list the {n_held} experts of this drive with their hashes; kprep place with the same drives writes it anew"
 
 
 def _verify_spine(prepared: Prepared) -> Iterator[str]:
     spine = prepared.manifest.spine
     try:
         found = hash_file(prepared.spine_path, spine.n_bytes)
-    except (OSError, DamagedDataError, BadInputError) as error:
+    except OSError as error:
+        yield f"{prepared.spine_path}: cannot be read: {error.strerror}; extract anew"
+        return
+    except DamagedDataError as error:
         yield f"{prepared.spine_path}: {error}; extract anew"
         return
     if found != spine.xxh3_128:

@@ -322,3 +322,32 @@ def test_refuses_what_does_not_fit_on_the_disk_before_the_first_write(tmp_path: 
         make_checkpoint(out, huge, architecture=K31, seed=1, on_progress=lambda *_: pytest.fail("it wrote"))
     assert caught.value.exit_code == 5
     assert not out.parent.exists()
+
+
+def test_a_sparse_checkpoint_differs_only_in_its_data_which_is_a_hole(made: Path, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, TINY, architecture=K31, seed=7, is_sparse=True)
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in made.iterdir()}
+    for path in made.iterdir():
+        ours, theirs = (tmp_path / path.name).read_bytes(), path.read_bytes()
+        n = 8 + int.from_bytes(theirs[:8], "little") if path.suffix == ".safetensors" else len(theirs)
+        assert len(ours) == len(theirs)
+        assert ours[:n] == theirs[:n], path.name
+        assert not any(ours[n:])
+        assert (tmp_path / path.name).stat().st_blocks * 512 < n + 2 * 4096, path.name
+    assert open_checkpoint(tmp_path).digest == open_checkpoint(made).digest
+
+
+def test_a_sparse_checkpoint_may_be_larger_than_the_disk(tmp_path: Path) -> None:
+    huge = replace(limit_layers(PLAIN, 2), dense_intermediate_size=2**34)
+    with pytest.raises(NoSpaceError):
+        make_checkpoint(tmp_path / "whole", huge, architecture=K3, seed=1, on_progress=lambda *_: pytest.fail("it wrote"))
+    make_checkpoint(tmp_path / "sparse", huge, architecture=K3, seed=1, is_sparse=True)
+    assert sum(path.stat().st_size for path in (tmp_path / "sparse").iterdir()) > 13 * 10**12
+    assert open_checkpoint(tmp_path / "sparse").geometry == huge
+
+
+def test_progress_of_a_sparse_checkpoint_rises_to_its_apparent_size(tmp_path: Path) -> None:
+    calls: list[tuple[str, int, int]] = []
+    make_checkpoint(tmp_path, TINY, architecture=K31, seed=1, is_sparse=True, on_progress=lambda *call: calls.append(call))
+    assert [call[0] for call in calls] == [path.name for path in shards_of(tmp_path)]
+    assert calls[-1][1] == calls[-1][2] == json.loads((tmp_path / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
