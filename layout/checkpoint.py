@@ -197,7 +197,7 @@ def _read_shard(path: Path, number: int) -> tuple[Shard, dict[str, Tensor]]:
 def _parse_header(name: str, raw: bytes, number: int) -> dict[str, Tensor]:
     try:
         header = json.loads(raw, object_pairs_hook=_unique_keys)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadInputError(f"{name}: the header is not JSON ({error}); fetch the file again") from None
     if not isinstance(header, dict):
         raise BadInputError(f"{name}: the header is a JSON {type(header).__name__}, expected an object")

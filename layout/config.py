@@ -1,5 +1,6 @@
 """From a checkpoint's config.json to a Geometry, refusing whatever this code does not implement."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -77,7 +78,7 @@ class ConfigFacts(NamedTuple):
 class _Faults(list[str]):
     def number(self, values: Mapping[str, Any], key: str, kinds: tuple[type, ...], where: str) -> Any:
         value = values.get(key)
-        if type(value) not in kinds:
+        if type(value) not in kinds or not math.isfinite(value):
             self.append(f"{where}.{key} is {value!r}, expected a {'whole number' if kinds == (int,) else 'number'}")
             return 0
         return value
@@ -188,11 +189,11 @@ def _indexer(
     found: dict[str, int] = {}
     for field, keys in _DSA_KEYS.items():
         given = {f"{key}={block[key]!r}" for block in blocks for key in keys if key in block}
-        values = {block[key] for block in blocks for key in keys if key in block}
-        if len(values) > 1 or not all(type(v) is int and v > 0 for v in values):
+        values = [block[key] for block in blocks for key in keys if key in block]
+        if not all(type(v) is int and v > 0 and v == values[0] for v in values):
             faults.append(f"dsa_config: {', '.join(sorted(given))}: expected one positive whole number")
         elif values:
-            found[field] = values.pop()
+            found[field] = values[0]
     first = next(iter(full_layers), None)
     prefix = f"{MODEL_PREFIX}layers.{first}.self_attn.indexer."
     for field, tensor in (("n_heads", "weights_proj.weight"), ("head_dim", "wk.weight")):

@@ -93,7 +93,8 @@ def read_extent(extent: Extent, buffer: memoryview, mode: ReadMode) -> memoryvie
     finally:
         os.close(fd)
     if got < needed:
-        raise ShortReadError(f"{extent.path}: ends at {begin + got} bytes, expected at least {extent.offset + extent.n_bytes}")
+        size = min(begin + got, extent.path.stat().st_size)
+        raise ShortReadError(f"{extent.path}: ends at {size} bytes, expected at least {extent.offset + extent.n_bytes}")
     return buffer[lead:needed]
 
 

@@ -80,7 +80,9 @@ def _parse(cursor: _Cursor, n_file: int) -> GgufHeader:
         raise BadInputError("it does not begin with the mark of GGUF version 3")
     n_tensors, n_keys = cursor.scalar("<Q"), cursor.scalar("<Q")
     keys = {cursor.text(): cursor.value(cursor.scalar("<I")) for _ in range(n_keys)}
-    alignment = int(keys.get("general.alignment", 32))
+    alignment = keys.get("general.alignment", 32)
+    if type(alignment) is not int or alignment < 1:
+        raise BadInputError(f"general.alignment is {alignment!r}, expected a positive whole number")
     infos = [_tensor_info(cursor) for _ in range(n_tensors)]
     data_offset = -(-cursor.at // alignment) * alignment
     tensors = {t.name: t._replace(offset=data_offset + t.offset) for t in infos}

@@ -12,22 +12,23 @@ Result = TypeVar("Result")
 def run_parallel(items: Iterable[Item], make_worker: Callable[[], Callable[[Item], Result]], *, n_workers: int) -> Iterator[Result]:
     """Yield the result of every item, in the order of completion.
 
-    make_worker is called once per thread, so that each can hold buffers of its own. The first exception of a worker is raised here. When the
-    caller stops early, every thread ends after the item that it is on.
+    make_worker is called once per thread, so that each can hold buffers of its own. The first exception of a worker ends the work and is raised
+    here. When the caller stops early, every thread ends after the item that it is on.
     """
     waiting, lock, done = iter(items), threading.Lock(), SimpleQueue[tuple[str, object]]()
-    is_stopped = threading.Event()
+    is_stopped, end = threading.Event(), object()
 
     def serve() -> None:
         try:
             work = make_worker()
             while not is_stopped.is_set():
                 with lock:
-                    item = next(waiting)
-                done.put(("result", work(item)))
-        except StopIteration:
-            pass
+                    item = next(waiting, end)
+                if item is end:
+                    break
+                done.put(("result", work(item)))  # type: ignore[arg-type]
         except BaseException as error:
+            is_stopped.set()
             done.put(("error", error))
         done.put(("end", None))
 

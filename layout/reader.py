@@ -44,6 +44,8 @@ class Reader:
         self.modes = tuple(modes)
         self._inboxes: list[SimpleQueue[ReadRequest | None]] = [SimpleQueue() for _ in modes]
         self._done: SimpleQueue[Completion] = SimpleQueue()
+        self._is_closed = threading.Event()
+        self._inbox_of_thread = [self._inboxes[drive] for drive, depth in enumerate(depths) for _ in range(depth)]
         self._threads = [
             threading.Thread(target=self._serve, args=(drive,), name=f"reader-{drive}-{n}", daemon=True)
             for drive, depth in enumerate(depths)
@@ -61,11 +63,9 @@ class Reader:
 
     def close(self) -> None:
         """End the threads after the reads that they are in; requests not yet begun are dropped."""
-        for inbox in self._inboxes:
-            while not inbox.empty():
-                inbox.get()
-        for thread in self._threads:
-            self._inboxes[int(thread.name.split("-")[1])].put(None)
+        self._is_closed.set()
+        for inbox in self._inbox_of_thread:
+            inbox.put(None)
         for thread in self._threads:
             thread.join()
 
@@ -78,13 +78,15 @@ class Reader:
     def _serve(self, drive: int) -> None:
         inbox, mode = self._inboxes[drive], self.modes[drive]
         while (request := inbox.get()) is not None:
+            if self._is_closed.is_set():
+                continue
             start = time.perf_counter()
             payload, error = None, None
             try:
                 payload = read_extent(request.extent, request.buffer, mode)
                 seconds = time.perf_counter() - start
                 check_hash(request.extent, payload, request.expected_hash)
-            except (OSError, DamagedDataError) as caught:
+            except Exception as caught:  # noqa: BLE001 - a thread that died of a bug would leave its caller waiting for ever
                 payload, error, seconds = None, caught, time.perf_counter() - start
             self._done.put(Completion(request, payload, error, seconds))
 

@@ -37,9 +37,14 @@ def float_blocks(checkpoint: Checkpoint, name: str) -> Iterator[np.ndarray]:
     """Yield a tensor as float32 [rows, cols] blocks. Raises BadInputError on values that are not finite."""
     for raw in raw_blocks(checkpoint, name):
         block = as_float32(raw, checkpoint.tensors[name].dtype)
-        if not np.isfinite(block).all():
-            raise BadInputError(f"tensor {name} in {checkpoint.extent(name).path.name} holds values that are not finite; fetch the file again")
+        check_finite(block, checkpoint, name)
         yield block
+
+
+def check_finite(values: np.ndarray, checkpoint: Checkpoint, name: str) -> None:
+    """Raise BadInputError if a tensor holds infinities or NaN."""
+    if not np.isfinite(values).all():
+        raise BadInputError(f"tensor {name} in {checkpoint.extent(name).path.name} holds values that are not finite; fetch the file again")
 
 
 def read_float_tensor(checkpoint: Checkpoint, tensor: SpineTensor) -> np.ndarray:

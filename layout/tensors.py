@@ -19,7 +19,8 @@ HEAD_NAME = "language_model.lm_head.weight"
 VISION_PREFIXES = ("vision_tower.", "mm_projector.")
 FLOAT_DTYPES = ("BF16", "F32", "F16")
 
-_EXPERT = re.compile(r"language_model\.model\.layers\.(\d+)\.block_sparse_moe\.experts\.(\d+)\.(w[123])\.weight_(packed|scale)")
+_NUMBER = "(0|[1-9][0-9]{0,8})"
+_EXPERT = re.compile(rf"language_model\.model\.layers\.{_NUMBER}\.block_sparse_moe\.experts\.{_NUMBER}\.(w[123])\.weight_(packed|scale)")
 
 
 class SourceTensor(NamedTuple):

@@ -27,7 +27,7 @@ def write_record(path: Path, buffer: memoryview, n_bytes: int, mode: ReadMode, *
         fd = _open_for_writing(partial, flags, is_direct=mode.is_direct)
         try:
             _reserve(fd, padded)
-            _write_all(fd, buffer[:padded])
+            _write_all(fd, buffer[:padded], is_direct=mode.is_direct)
             # The last block was written whole; the file ends where its bytes end.
             os.ftruncate(fd, n_bytes)
             os.fsync(fd)
@@ -76,6 +76,9 @@ def _partial(path: Path) -> Iterator[Path]:
         os.replace(partial, path)
     except OSError as error:
         _remove(partial)
+        if error.filename is not None and str(error.filename) not in (str(path), str(partial)):
+            # What was to be read, not what was to be written.
+            raise KtierError(f"{error.filename}: cannot be read: {error.strerror}") from error
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NoSpaceError(f"{path}: no room left on the file system; make room and run the same command again") from None
         raise KtierError(f"{path}: cannot be written: {error.strerror}") from error
@@ -103,9 +106,11 @@ def _open_for_writing(path: Path, flags: int, *, is_direct: bool) -> int:
     return os.open(path, flags | (os.O_DIRECT if is_direct else 0), 0o644)
 
 
-def _write_all(fd: int, data: memoryview) -> None:
+def _write_all(fd: int, data: memoryview, *, is_direct: bool) -> None:
     done = 0
     while done < len(data):
-        done += os.pwrite(fd, data[done:], done)
-        # A direct write that the disk cut short goes on from an aligned place, or fails there with its reason.
-        done -= done % PAGE if done < len(data) else 0
+        end = done + os.pwrite(fd, data[done:], done)
+        # A direct write that the disk cut short goes on from an aligned place.
+        former, done = done, end - end % PAGE if is_direct and end < len(data) else end
+        if done <= former:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -20,7 +20,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from layout.checkpoint import Checkpoint
 from layout.direct import Extent, aligned_buffer, probe_directory, read_extent, round_up, span_bytes
 from layout.record import LAYOUT_NAME, NIBBLE_ORDER, SCALE_KIND
-from layout.tensor_data import read_float_tensor
+from layout.tensor_data import as_float32, check_finite, read_float_tensor
 from layout.tensors import SpineTensor
 from layout.writer import replaced_file
 from manifests.errors import BadInputError
@@ -246,6 +246,7 @@ def _make(checkpoint: Checkpoint, piece: _Piece, slot: _Slot) -> _Made:
     else:
         raw = _read(checkpoint, piece, slot)
         n_bytes = len(raw)
+        check_finite(as_float32(np.frombuffer(raw, np.uint8), stored_type(checkpoint, piece.tensor)), checkpoint, piece.tensor.sources[0].name)
         outgoing[:n_bytes] = raw
     padded = outgoing[: round_up(n_bytes, ALIGNMENT)]
     padded[n_bytes:] = bytes(len(padded) - n_bytes)

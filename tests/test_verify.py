@@ -1,0 +1,238 @@
+"""kprep verify-hashes: names every bad byte with its place, says where an intact copy is, and restores from it."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Outcome, command, succeed
+
+from layout.record import expert_file_name
+
+RECORD_BYTES = 9792
+DAMAGED, USAGE = 4, 2
+EXPERT = expert_file_name(5, 11)
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def verify(home: Path, *flags: object) -> Outcome:
+    return command("kprep", "verify-hashes", home / "manifest.yaml", *flags)
+
+
+def found_damage(outcome: Outcome, *parts: str) -> None:
+    assert outcome.code == DAMAGED, outcome
+    assert "Traceback" not in outcome.err
+    assert [part for part in parts if part not in outcome.out] == [], outcome
+
+
+def is_clean(outcome: Outcome) -> bool:
+    return outcome.code == 0 and "intact" in outcome.out
+
+
+@pytest.fixture
+def two_copies(prepared_copy: Path, tmp_path: Path) -> tuple[Path, Path, Path]:
+    """tiny-k3.1 with every expert on drive a (tier A) and on drive b (tier C): its home, a, b."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    a.mkdir()
+    b.mkdir()
+    succeed("kprep", "place", prepared_copy / "manifest.yaml", "--tier", f"A={a}", "--tier", f"C={b}")
+    return prepared_copy, a, b
+
+
+def test_an_intact_model_is_said_to_be_intact(extracted: Path) -> None:
+    outcome = succeed("kprep", "verify-hashes", extracted)
+    assert re.fullmatch(r"all intact: \d+ expert files \([0-9.]+MB\), spine, tokenizer, hash lists\n", outcome.out)
+
+
+@pytest.mark.parametrize("at", [0, 4095, 4096, 6144, RECORD_BYTES - 1])
+def test_a_flipped_byte_anywhere_in_an_expert_file_is_named(prepared_copy: Path, at: int) -> None:
+    flip(prepared_copy / "experts" / EXPERT, at)
+    outcome = verify(prepared_copy)
+    found_damage(outcome, f"layer 5 expert 11 on {prepared_copy / 'experts'} (tier A): xxh3-128 ", "no other copy is intact", "layer 5")
+    assert outcome.out.count("layer 5 expert 11") == 1
+    assert "kprep: 1 bad expert files and 0 other bad files" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (Path.unlink, f"{EXPERT} is missing or cannot be opened: No such file"),
+        (cut, f"{EXPERT} has 9791 bytes, expected 9792"),
+        (lengthen, f"{EXPERT} has 9793 bytes, expected 9792"),
+        (lambda path: path.write_bytes(b""), f"{EXPERT} has 0 bytes, expected 9792"),
+    ],
+    ids=["missing", "short", "long", "empty"],
+)
+def test_an_expert_file_of_another_size_is_named(prepared_copy: Path, damage: Callable[[Path], object], what: str) -> None:
+    damage(prepared_copy / "experts" / EXPERT)
+    found_damage(verify(prepared_copy), f"layer 5 expert 11 on {prepared_copy / 'experts'} (tier A): {what}")
+
+
+def test_all_bad_files_are_named_at_once_and_nothing_is_changed(prepared_copy: Path) -> None:
+    experts = prepared_copy / "experts"
+    flip(experts / "L1-E0.bin", 9)
+    (experts / "L2-E3.bin").unlink()
+    cut(experts / "L9-E15.bin")
+    flip(prepared_copy / "spine.gguf", 2_000_000)
+    flip(prepared_copy / "tokenizer" / "tiktoken.model", 7)
+    (prepared_copy / "tokenizer" / "config.json").unlink()
+    flip(experts / "experts.xxh128", 40)
+    before = {path: path.read_bytes() for path in prepared_copy.rglob("*") if path.is_file()}
+    outcome = verify(prepared_copy)
+    found_damage(
+        outcome,
+        "layer 1 expert 0 ",
+        "layer 2 expert 3 ",
+        "layer 9 expert 15 ",
+        f"{prepared_copy}/spine.gguf: xxh3-128 ",
+        f"{prepared_copy}/tokenizer/tiktoken.model: xxh3-128 ",
+        f"{prepared_copy}/tokenizer/config.json: cannot be read",
+        f"{experts}/experts.xxh128: does not list the 144 experts of this drive",
+    )
+    assert "kprep: 3 bad expert files and 4 other bad files" in outcome.err
+    assert {path: path.read_bytes() for path in prepared_copy.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("at", [0, 100, 25_000, -1], ids=["magic", "key", "tensor", "last byte"])
+def test_a_flipped_byte_anywhere_in_the_spine_is_named(prepared_copy: Path, at: int) -> None:
+    flip(prepared_copy / "spine.gguf", at)
+    found_damage(verify(prepared_copy), f"{prepared_copy}/spine.gguf: xxh3-128 ", "differs from the manifest's", "extract anew")
+
+
+@pytest.mark.parametrize(("damage", "what"), [(cut, "bytes, expected"), (Path.unlink, "cannot be read: No such file")], ids=["short", "missing"])
+def test_a_spine_of_another_size_is_named(prepared_copy: Path, damage: Callable[[Path], object], what: str) -> None:
+    damage(prepared_copy / "spine.gguf")
+    found_damage(verify(prepared_copy), f"{prepared_copy}/spine.gguf: ", what, "extract anew")
+
+
+@pytest.mark.parametrize("damage", [lambda path: flip(path, 40), cut, Path.unlink], ids=["altered", "short", "missing"])
+def test_a_bad_master_hash_list_ends_it_since_nothing_can_be_proved_without(prepared_copy: Path, damage: Callable[[Path], object]) -> None:
+    damage(prepared_copy / "experts.xxh128")
+    outcome = verify(prepared_copy)
+    assert outcome.code == DAMAGED and outcome.out == ""
+    assert outcome.err.startswith(f"kprep: {prepared_copy}/experts.xxh128: ")
+
+
+def test_the_intact_copy_is_named_and_repair_restores_from_it(two_copies: tuple[Path, Path, Path]) -> None:
+    home, a, b = two_copies
+    good = {path: path.read_bytes() for drive in (a, b) for path in drive.glob("*.bin")}
+    flip(a / EXPERT, 5000)
+    (a / "L1-E1.bin").unlink()
+    cut(b / "L2-E2.bin")
+    found_damage(verify(home), f"another copy is intact on {b} (tier C)", f"another copy is intact on {a} (tier A)", "--repair restores it")
+    outcome = verify(home, "--repair")
+    assert is_clean(outcome), outcome
+    assert outcome.out.count("restored from an intact copy: ") == 3
+    assert f"restored from an intact copy: layer 5 expert 11 on {a} (tier A): xxh3-128 " in outcome.out
+    assert {path: path.read_bytes() for drive in (a, b) for path in drive.glob("*.bin")} == good
+    assert is_clean(verify(home))
+
+
+def test_where_both_copies_are_bad_repair_restores_the_rest_and_ends_with_4(two_copies: tuple[Path, Path, Path]) -> None:
+    home, a, b = two_copies
+    for drive, at in ((a, 3), (b, 9000)):
+        flip(drive / "L3-E3.bin", at)
+    flip(a / "L4-E4.bin", 0)
+    spoilt = (b / "L3-E3.bin").read_bytes()
+    outcome = verify(home, "--repair")
+    found_damage(outcome, f"layer 3 expert 3 on {a} ", f"layer 3 expert 3 on {b} ", "restored from an intact copy: layer 4 expert 4")
+    assert outcome.out.count("no other copy is intact") == 2
+    assert (b / "L3-E3.bin").read_bytes() == spoilt
+    again = verify(home)
+    found_damage(again, f"layer 3 expert 3 on {a} ", f"layer 3 expert 3 on {b} ")
+    assert "layer 4 expert 4" not in again.out
+
+
+def test_with_one_copy_repair_changes_nothing_and_says_what_to_do(prepared_copy: Path) -> None:
+    flip(prepared_copy / "experts" / EXPERT, 77)
+    spoilt = (prepared_copy / "experts" / EXPERT).read_bytes()
+    outcome = verify(prepared_copy, "--repair")
+    found_damage(outcome, "layer 5 expert 11", "no other copy is intact; fetch the shard that holds layer 5 again and extract anew")
+    assert (prepared_copy / "experts" / EXPERT).read_bytes() == spoilt
+
+
+def test_a_copy_that_was_not_read_is_not_called_intact(two_copies: tuple[Path, Path, Path]) -> None:
+    home, a, b = two_copies
+    for name in (EXPERT, "L6-E6.bin"):
+        flip(a / name, 5000)
+    flip(b / EXPERT, 6000)
+    only_a = verify(home, "--drive", "A")
+    found_damage(only_a, f"a copy that was not read now is on {b} (tier C)")
+    assert "is intact on" not in only_a.out
+    # Trying it shows that one is bad; the other is restored all the same.
+    repaired = verify(home, "--drive", "A", "--repair")
+    found_damage(repaired, "restored from an intact copy: layer 6 expert 6", f"layer 5 expert 11 on {a} (tier A)")
+    assert "kprep: 1 bad expert files" in repaired.err
+
+
+def test_drive_limits_the_reading_to_one_drive(two_copies: tuple[Path, Path, Path]) -> None:
+    home, a, b = two_copies
+    flip(b / EXPERT, 5000)
+    for name in ("A", a, f"{b}/../a"):
+        outcome = verify(home, "--drive", name)
+        assert is_clean(outcome) and f"144 expert files (1.41MB on {name})" in outcome.out
+    for name in ("C", b):
+        found_damage(verify(home, "--drive", name), f"layer 5 expert 11 on {b} (tier C)")
+
+
+def test_an_unknown_drive_is_refused_with_those_that_there_are(two_copies: tuple[Path, Path, Path]) -> None:
+    home, a, b = two_copies
+    for name in ("B", "nowhere"):
+        outcome = verify(home, "--drive", name)
+        assert outcome.code == USAGE and outcome.out == ""
+        assert f"--drive {name}: no such drive" in outcome.err and f"{a} (tier A), {b} (tier C)" in outcome.err
+
+
+def test_a_drive_that_is_not_mounted_is_named_and_not_filled(two_copies: tuple[Path, Path, Path]) -> None:
+    home, a, b = two_copies
+    shutil.rmtree(b)
+    outcome = verify(home, "--repair")
+    found_damage(outcome, f"{b}/experts.xxh128: cannot be read", f"layer 9 expert 15 on {b} (tier C): L9-E15.bin is missing", "is the drive mounted?")
+    assert "kprep: 144 bad expert files and 1 other bad files" in outcome.err
+    assert not b.exists()
+
+
+def test_a_bad_list_on_a_drive_is_named_with_its_cure(two_copies: tuple[Path, Path, Path]) -> None:
+    home, a, b = two_copies
+    good = (b / "experts.xxh128").read_bytes()
+    cut(b / "experts.xxh128")
+    outcome = verify(home)
+    found_damage(outcome, f"{b}/experts.xxh128: does not list the 144 experts", "kprep place with the same drives writes it anew")
+    assert f"{a}/experts.xxh128" not in outcome.out
+    succeed("kprep", "place", home / "manifest.yaml", "--tier", f"A={a}", "--tier", f"C={b}")
+    assert (b / "experts.xxh128").read_bytes() == good
+    assert is_clean(verify(home))
+
+
+def test_json_says_the_same(two_copies: tuple[Path, Path, Path]) -> None:
+    home, a, b = two_copies
+    clean = verify(home, "--json")
+    nothing_bad = {"bad_records": [], "bad_files": []}
+    assert (clean.code, json.loads(clean.out)) == (0, {"n_records": 288, "n_bytes": 288 * RECORD_BYTES, **nothing_bad})
+    flip(a / EXPERT, 5000)
+    for drive in (a, b):
+        cut(drive / "L1-E0.bin")
+    (b / "experts.xxh128").unlink()
+    for flags in ((), ("--repair",)):
+        outcome = verify(home, "--json", *flags)
+        assert outcome.code == DAMAGED
+        document = json.loads(outcome.out)
+        found = [(bad["drive"], bad["layer"], bad["expert"], bad["is_restored"]) for bad in document["bad_records"]]
+        assert found == [(str(a), 1, 0, False), (str(a), 5, 11, bool(flags)), (str(b), 1, 0, False)]
+        assert [bad["what"] for bad in document["bad_records"]][::2] == ["L1-E0.bin has 9791 bytes, expected 9792"] * 2
+        assert len(document["bad_files"]) == 1 and f"{b}/experts.xxh128" in document["bad_files"][0]
