@@ -128,7 +128,7 @@ def read_json(path: Path, *, default: Mapping[str, Any] | None = None) -> Mappin
         if default is not None:
             return default
         raise BadInputError(f"{path}: no such file; is the download complete?") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BadInputError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise BadInputError(f"{path}: expected a JSON object, found {type(value).__name__}")

@@ -87,7 +87,12 @@ def read_extent(extent: Extent, buffer: memoryview, mode: ReadMode) -> memoryvie
     room = round_up(needed, mode.alignment) if mode.is_direct else needed
     fd = os.open(extent.path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if mode.is_direct else 0))
     try:
-        got = _fill(fd, buffer[:room], begin, needed, mode)
+        try:
+            got = _fill(fd, buffer[:room], begin, needed, mode)
+        except OSError as error:
+            # The kernel does not say which file failed, and a writer that reads meanwhile must not take the error for its own.
+            error.filename = str(extent.path)
+            raise
         if not mode.is_direct:
             os.posix_fadvise(fd, begin, needed, os.POSIX_FADV_DONTNEED)
     finally:

@@ -27,7 +27,7 @@ def write_record(path: Path, buffer: memoryview, n_bytes: int, mode: ReadMode, *
         fd = _open_for_writing(partial, flags, is_direct=mode.is_direct)
         try:
             _reserve(fd, padded)
-            _write_all(fd, buffer[:padded], is_direct=mode.is_direct)
+            _write_all(fd, buffer[:padded], alignment=mode.alignment if mode.is_direct else 1)
             # The last block was written whole; the file ends where its bytes end.
             os.ftruncate(fd, n_bytes)
             os.fsync(fd)
@@ -106,11 +106,11 @@ def _open_for_writing(path: Path, flags: int, *, is_direct: bool) -> int:
     return os.open(path, flags | (os.O_DIRECT if is_direct else 0), 0o644)
 
 
-def _write_all(fd: int, data: memoryview, *, is_direct: bool) -> None:
+def _write_all(fd: int, data: memoryview, *, alignment: int) -> None:
     done = 0
     while done < len(data):
         end = done + os.pwrite(fd, data[done:], done)
         # A direct write that the disk cut short goes on from an aligned place.
-        former, done = done, end - end % PAGE if is_direct and end < len(data) else end
+        former, done = done, end - end % alignment if end < len(data) else end
         if done <= former:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

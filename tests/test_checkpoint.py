@@ -1,9 +1,11 @@
 """Every fault of a checkpoint is found from its headers, told by name and together with the others; and what its tensors hold is judged."""
 
+import errno
 import json
+import os
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ import pytest
 from layout.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
 from layout.direct import aligned_buffer, round_up, span_bytes
 from layout.gather import gather_record
+from layout.record import SEGMENT_NAMES
 from layout.tensor_data import read_float_tensor
-from layout.tensors import SEGMENT_NAMES, SpineTensor, expert_tensor_names
+from layout.tensors import SpineTensor, expert_tensor_names
 from manifests.errors import BadInputError, KtierError
 from prep.spine import write_spine
 
@@ -97,19 +100,23 @@ def cut(*n_bytes: int) -> Damage:
     return damage
 
 
+def append(data: bytes) -> Damage:
+    def damage(directory: Path) -> None:
+        with (directory / SHARD).open("ab") as shard:
+            shard.write(data)
+
+    return damage
+
+
 def index_of(change: Callable[[dict[str, str]], object]) -> Damage:
     return lambda directory: change_index(directory, change)
 
 
 def file(name: str, content: bytes | None) -> Damage:
     """Replace a file; None takes it away."""
-    return lambda directory: (directory / name).unlink() if content is None else (directory / name).write_bytes(content) and None
 
-
-def both(*damages: Damage) -> Damage:
     def damage(directory: Path) -> None:
-        for one in damages:
-            one(directory)
+        (directory / name).unlink() if content is None else (directory / name).write_bytes(content)
 
     return damage
 
@@ -124,10 +131,6 @@ def swap_offsets(header: Header) -> None:
     """Let a tensor begin two bytes early: it overlaps the one before."""
     begin, end = header[NORM]["data_offsets"]
     header[NORM]["data_offsets"] = [begin - 2, end - 2] if begin else [begin + 2, end + 2]
-
-
-def leave_gap(header: Header) -> None:
-    del header["vision_tower.filler"]
 
 
 def faults_of(directory: Path) -> str:
@@ -151,23 +154,30 @@ def faults_of(directory: Path) -> str:
         pytest.param(file(SHARD, b""), [f"{SHARD}: 0 bytes are no safetensors file; fetch it again"], id="empty"),
         pytest.param(file(SHARD, b"1234567"), [f"{SHARD}: 7 bytes are no safetensors file"], id="seven bytes"),
         pytest.param(
-            file(SHARD, struct.pack("<Q", 1000) + b"{}"), [f"{SHARD}: its first 8 bytes announce a header of 1000 bytes, but the file has 10"],
+            file(SHARD, struct.pack("<Q", 1000) + b"{}"),
+            [f"{SHARD}: its first 8 bytes announce a header of 1000 bytes, but the file has 10"],
             id="header beyond the file",
         ),
         pytest.param(entry_of(NORM, dtype="F4"), [f"{SHARD}: the header's entry for {NORM} is malformed: KeyError 'F4'"], id="unknown type"),
         pytest.param(entry_of(NORM, shape="a"), [f"{SHARD}: the header's entry for {NORM} is malformed"], id="shape no list"),
-        pytest.param(entry_of(NORM, shape=[64]), [f"{SHARD}: the header's entry for {NORM} is malformed: ValueError BF16 [64] needs 128 bytes, "
-                                                  "data_offsets give 256"], id="shape and range differ"),  # fmt: skip
+        pytest.param(
+            entry_of(NORM, shape=[64]),
+            [f"{SHARD}: the header's entry for {NORM} is malformed: ValueError BF16 [64] needs 128 bytes, data_offsets give 256"],
+            id="shape and range differ",
+        ),
         pytest.param(entry_of(NORM, data_offsets=[256, 0]), [f"{SHARD}: the header's entry for {NORM} is malformed"], id="range reversed"),
         pytest.param(entry_of(NORM, data_offsets=[-256, 0]), [f"{SHARD}: the header's entry for {NORM} is malformed"], id="range below zero"),
         pytest.param(entry_of(NORM, data_offsets=[0, 1, 2]), [f"{SHARD}: the header's entry for {NORM} is malformed"], id="three offsets"),
-        pytest.param(header_of(lambda h: h[NORM].pop("shape")), [f"{SHARD}: the header's entry for {NORM} is malformed: KeyError 'shape'"], id="no shape"),
+        pytest.param(
+            header_of(lambda h: h[NORM].pop("shape")), [f"{SHARD}: the header's entry for {NORM} is malformed: KeyError 'shape'"], id="no shape"
+        ),
         pytest.param(header_of(lambda h: h.update({NORM: 5})), [f"{SHARD}: the header's entry for {NORM} is malformed"], id="no mapping"),
         pytest.param(header_of(swap_offsets), [f"{SHARD}: ", "ranges overlap or leave a gap"], id="overlap"),
         pytest.param(header_of(lambda h: h.pop(NORM)), [f"{SHARD}: ", "ranges overlap or leave a gap"], id="gap"),
         pytest.param(
-            lambda d: (d / SHARD).write_bytes((d / SHARD).read_bytes() + b"abc") and None, [f"{SHARD}: 3 bytes follow the last tensor (547507, "
-            "its header needs 547504)"], id="trailing bytes",
+            append(b"abc"),
+            [f"{SHARD}: 3 bytes follow the last tensor (547507, its header needs 547504)"],
+            id="trailing bytes",
         ),
         pytest.param(
             cut(1, 4096),
@@ -177,10 +187,16 @@ def faults_of(directory: Path) -> str:
         pytest.param(file(SHARD, None), [f"{SHARD}: missing, but the index names it; fetch it"], id="missing shard"),
         pytest.param(put_in_another_shard_too, [f"{NEXT}: tensor {NORM} is also in {SHARD}"], id="in two shards"),
         pytest.param(index_of(lambda w: w.update({"lost": SHARD})), [f"{SHARD}: tensor lost is missing, but the index places it there"], id="lost"),
-        pytest.param(index_of(lambda w: w.update({NORM: NEXT})), [f"{NEXT}: tensor {NORM} is missing, but the index places it there"], id="elsewhere"),
-        pytest.param(index_of(lambda w: w.update({"x": "model-9.safetensors"})), ["model-9.safetensors: missing, but the index names it"], id="no shard"),
+        pytest.param(
+            index_of(lambda w: w.update({NORM: NEXT})), [f"{NEXT}: tensor {NORM} is missing, but the index places it there"], id="elsewhere"
+        ),
+        pytest.param(
+            index_of(lambda w: w.update({"x": "model-9.safetensors"})), ["model-9.safetensors: missing, but the index names it"], id="no shard"
+        ),
         pytest.param(index_of(lambda w: w.pop(NORM)), [f"{SHARD}: tensor {NORM} is not in the index"], id="not in the index"),
-        pytest.param(index_of(lambda w: w.update({"x": "../x"})), [f"{INDEX_NAME}: weight_map names files outside the checkpoint: ['../x']"], id="outside"),
+        pytest.param(
+            index_of(lambda w: w.update({"x": "../x"})), [f"{INDEX_NAME}: weight_map names files outside the checkpoint: ['../x']"], id="outside"
+        ),
         pytest.param(file(INDEX_NAME, b"{}"), [f"{INDEX_NAME}: weight_map is missing or is no mapping from tensor to file"], id="no weight_map"),
         pytest.param(file(INDEX_NAME, b'{"weight_map": {"a": 1}}'), [f"{INDEX_NAME}: weight_map is missing or is no mapping"], id="number as file"),
         pytest.param(file(INDEX_NAME, b"{"), [f"{INDEX_NAME}: cannot be read as JSON"], id="index not JSON"),
@@ -188,7 +204,10 @@ def faults_of(directory: Path) -> str:
         pytest.param(file(INDEX_NAME, None), [f"{INDEX_NAME}: no such file; is the download complete?"], id="no index"),
         pytest.param(file("config.json", None), ["config.json: no such file; is the download complete?"], id="no config"),
         pytest.param(file("config.json", b"\xff"), ["config.json: cannot be read as JSON"], id="config not UTF-8"),
-        pytest.param(rename(NORM, P + "layers.1.new.weight"), [f"tensor {P}layers.1.new.weight is unknown", f"tensor {NORM} is missing"], id="unknown"),
+        pytest.param(file("config.json", b"[" * 100_000), ["config.json: cannot be read as JSON"], id="config nested too deep"),
+        pytest.param(
+            rename(NORM, P + "layers.1.new.weight"), [f"tensor {P}layers.1.new.weight is unknown", f"tensor {NORM} is missing"], id="unknown"
+        ),
         pytest.param(rename(NORM), [f"tensor {NORM} is missing"], id="missing"),
         pytest.param(rename(EXPERT + "w2.weight_scale"), [f"tensor {EXPERT}w2.weight_scale is missing"], id="expert's tensor missing"),
         pytest.param(
@@ -209,12 +228,20 @@ def faults_of(directory: Path) -> str:
         pytest.param(entry_of(NORM, shape=[2, 64]), [f"tensor {NORM} is [2, 64], expected [128]"], id="shape of a vector"),
         pytest.param(entry_of(GATE, shape=[128, 16]), [f"tensor {GATE} is [128, 16], expected [16, 128]"], id="shape of a matrix"),
         pytest.param(entry_of(NORM, dtype="I16"), [f"tensor {NORM} is I16, expected one of BF16, F32, F16"], id="type"),
-        pytest.param(entry_of(EXPERT + "w1.weight_packed", dtype="I8"), [f"tensor {EXPERT}w1.weight_packed is I8 [96, 32], expected U8 [96, 32]"],
-                     id="expert's type"),  # fmt: skip
-        pytest.param(entry_of(EXPERT + "w1.weight_scale", shape=[2, 96]), [f"tensor {EXPERT}w1.weight_scale is U8 [2, 96], expected U8 [96, 2]"],
-                     id="expert's shape"),  # fmt: skip
         pytest.param(
-            entry_of(P + "layers.1.self_attn.A_log", shape=[2, 16]), [f"tensor {P}layers.1.self_attn.A_log is [2, 16], expected [4]"], id="A_log a matrix"
+            entry_of(EXPERT + "w1.weight_packed", dtype="I8"),
+            [f"tensor {EXPERT}w1.weight_packed is I8 [96, 32], expected U8 [96, 32]"],
+            id="expert's type",
+        ),
+        pytest.param(
+            entry_of(EXPERT + "w1.weight_scale", shape=[2, 96]),
+            [f"tensor {EXPERT}w1.weight_scale is U8 [2, 96], expected U8 [96, 2]"],
+            id="expert's shape",
+        ),
+        pytest.param(
+            entry_of(P + "layers.1.self_attn.A_log", shape=[2, 16]),
+            [f"tensor {P}layers.1.self_attn.A_log is [2, 16], expected [4]"],
+            id="A_log a matrix",
         ),
     ],
 )
@@ -291,7 +318,8 @@ def test_vision_tensors_of_any_kind_are_left_alone(checkpoint_copy: Path) -> Non
 
 def test_one_file_without_an_index_is_a_checkpoint(tmp_path: Path) -> None:
     source = open_checkpoint(DATA / "tiny-k3")
-    header, data = {}, b""
+    header: Header = {}
+    data = b""
     for shard in source.shards:
         entries, content = split_shard(source.directory / shard.name)
         entries.pop("__metadata__", None)
@@ -317,7 +345,8 @@ def test_the_bias_of_the_indexers_norm_may_be_missing(checkpoint_copy: Path) -> 
 def test_the_digest_follows_config_headers_and_sizes_and_not_the_place(checkpoint_copy: Path) -> None:
     digests = [open_checkpoint(DATA / "tiny-k3.1").digest]
     assert open_checkpoint(checkpoint_copy).digest == digests[0]
-    header_of(lambda header: header.update({"__metadata__": {"format": "other"}}))(checkpoint_copy)
+    shard = checkpoint_copy / SHARD
+    shard.write_bytes(shard.read_bytes().replace(b'"pt"', b'"xx"', 1))
     digests.append(open_checkpoint(checkpoint_copy).digest)
     config = json.loads((checkpoint_copy / "config.json").read_bytes())
     (checkpoint_copy / "config.json").write_text(json.dumps(config | {"new": 1}))
@@ -390,10 +419,14 @@ def test_an_expert_in_two_shards_is_the_same_record(checkpoint_copy: Path) -> No
     other[name] = header[name] | {"data_offsets": [len(other_data), len(other_data) + end - begin]}
     join_shard(checkpoint_copy / NEXT, other, other_data + data[begin:end])
     header["vision_tower.filler"] = header.pop(name)
-    join_shard(checkpoint_copy / SHARD, header, data)
     index_of(lambda w: w.update({name: NEXT, "vision_tower.filler": SHARD}))(checkpoint_copy)
+    # The moved tensor begins at the very offset at which it would go on in the first shard.
+    text = json.dumps(header).encode()
+    text += b" " * (len(json.dumps(other)) + len(other_data) - len(text) - begin)
+    join_shard(checkpoint_copy / SHARD, text, data)
     checkpoint = open_checkpoint(checkpoint_copy)
-    assert len({extent.path for extent in checkpoint.expert_extents(1, 15)}) == 2
+    *_, fifth, sixth = checkpoint.expert_extents(1, 15)
+    assert fifth.path != sixth.path and fifth.offset + fifth.n_bytes == sixth.offset
     assert record_of(checkpoint, 1, 15) == before
 
 
@@ -464,4 +497,21 @@ def test_a_shard_that_cannot_be_read_while_the_spine_is_written_is_what_is_told(
     with pytest.raises(KtierError, match=NEXT) as caught:
         write_spine(checkpoint, tmp_path / "spine.gguf", expert_directories=[], on_progress=lambda *_: None)
     assert "spine.gguf: cannot be written" not in str(caught.value)
+    assert not list(tmp_path.glob("spine*"))
+
+
+def test_a_drive_that_fails_while_the_spine_is_written_is_told_by_the_shard(
+    checkpoint_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.preadv
+
+    def failing_preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(".safetensors"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, buffers, offset)
+
+    checkpoint = open_checkpoint(checkpoint_copy)
+    monkeypatch.setattr("layout.direct.os.preadv", failing_preadv)
+    with pytest.raises(KtierError, match=r"/model-000\d\d-of-000013\.safetensors: cannot be read: Input/output error"):
+        write_spine(checkpoint, tmp_path / "spine.gguf", expert_directories=[], on_progress=lambda *_: None)
     assert not list(tmp_path.glob("spine*"))

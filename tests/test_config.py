@@ -40,14 +40,15 @@ PUBLISHED: Config = {
     "vision_config": {"patch_size": 14},
 }  # fmt: skip
 FULL = [4, 8, 10]
-SHAPES = {
+SHAPES: dict[str, tuple[int, ...]] = {
     "language_model.model.layers.3.self_attn.indexer.weights_proj.weight": (4, 128),
     "language_model.model.layers.3.self_attn.indexer.wk.weight": (32, 128),
 }
 
 
 def tiny(model: str = "tiny-k3.1") -> Config:
-    return json.loads((DATA / model / "config.json").read_bytes())
+    config: Config = json.loads((DATA / model / "config.json").read_bytes())
+    return config
 
 
 def facts_after(change: Change, *, model: str = "tiny-k3.1", shapes: dict[str, tuple[int, ...]] = SHAPES) -> ConfigFacts:
@@ -113,9 +114,7 @@ def test_numbers_may_be_whole_where_the_published_ones_are_not() -> None:
     assert (geometry.situ_beta, geometry.routed_scaling_factor) == (3.0, 2.0) and isinstance(geometry.situ_beta, float)
 
 
-@pytest.mark.parametrize(
-    "architectures", [["LlamaForCausalLM"], [K3, K31], [], "KimiK3ForConditionalGeneration", None, [["x"]], {"a": 1}], ids=repr
-)
+@pytest.mark.parametrize("architectures", [["LlamaForCausalLM"], [K3, K31], [], "KimiK3ForConditionalGeneration", None, [["x"]], {"a": 1}], ids=repr)
 def test_another_architecture_is_refused(architectures: object) -> None:
     message = fault_after(top(architectures=architectures))
     assert f"architectures is {architectures!r} and model_type 'kimi_k31'; known are {K3}, {K31}: this program runs Kimi K3 and K3.1 only" in message
@@ -244,9 +243,9 @@ def test_what_the_indexers_block_leaves_out_comes_from_the_tensors_and_is_remark
         ({"top_k": [2048]}, SHAPES, "dsa_config: top_k=[2048]: expected one positive whole number"),
         ({"top_k": {}}, SHAPES, "dsa_config: top_k={}: expected one positive whole number"),
         ({"layers": [3, 7, 9]}, SHAPES, "dsa_config.layers is [3, 7, 9], expected the full-attention layers [4, 8, 10]"),
-        ({"head_dim": 32}, {}, "dsa_config gives no n_heads (index_n_heads, n_heads, num_heads), and language_model.model.layers.3.self_attn.indexer."
-                               "weights_proj.weight is not there to tell"),
-        ({"n_heads": 4}, {}, "dsa_config gives no head_dim (index_head_dim, head_dim), and language_model.model.layers.3.self_attn.indexer.wk.weight"),
+        ({"head_dim": 32}, {}, "dsa_config gives no n_heads (index_n_heads, n_heads, num_heads), and language_model.model.layers.3.self_attn."
+                               "indexer.weights_proj.weight is not there to tell"),
+        ({"n_heads": 4}, {}, "dsa_config gives no head_dim (index_head_dim, head_dim), and language_model.model.layers.3.self_attn.indexer.wk."),
     ],
 )  # fmt: skip
 def test_an_indexer_that_contradicts_itself_is_refused(block: Config, shapes: dict[str, tuple[int, ...]], expected: str) -> None:
@@ -280,7 +279,7 @@ def test_the_first_end_id_that_is_given_counts(generation: Config, config: Confi
 
 @pytest.mark.parametrize("found", [[], "5", [5, "6"], 5.0, True, [None]])
 def test_an_end_id_that_is_no_number_is_refused(found: object) -> None:
-    with pytest.raises(BadInputError, match="eos_token_id is .*, expected a number or a list of numbers"):
+    with pytest.raises(BadInputError, match=r"eos_token_id is .*, expected a number or a list of numbers"):
         end_ids_of({"eos_token_id": 7}, {"eos_token_id": found})
 
 

@@ -92,9 +92,7 @@ def test_any_range_is_the_files_bytes(file: Path, data: st.DataObject, mode: Rea
 
 
 @pytest.mark.parametrize(("mode", "is_expected"), [(DIRECT, True), (BUFFERED, False)])
-def test_only_a_direct_read_opens_the_file_with_o_direct(
-    file: Path, mode: ReadMode, is_expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_direct_read_opens_the_file_with_o_direct(file: Path, mode: ReadMode, is_expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen, real = [], os.open
 
     def recording_open(path: Path, flags: int) -> int:
@@ -125,9 +123,7 @@ def test_no_read_leaves_a_file_open(file: Path, mode: ReadMode) -> None:
         *[(limits, WIDE) for limits in ([65536], [65537], [200_003])],
     ],
 )
-def test_a_read_that_the_kernel_cuts_short_goes_on(
-    file: Path, limits: list[int], mode: ReadMode, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_that_the_kernel_cuts_short_goes_on(file: Path, limits: list[int], mode: ReadMode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("layout.direct.os.preadv", preadv_that_gives(limits))
     for offset, n_bytes in ((0, 8192), (16624, 9792), (4095, 300_000), (N_FILE - 200_001, 200_001)):
         assert read(file, offset, n_bytes, mode) == CONTENT[offset : offset + n_bytes]
@@ -137,9 +133,7 @@ def test_a_read_that_the_kernel_cuts_short_goes_on(
 @pytest.mark.parametrize(
     ("n_file", "offset", "n_bytes"), [(0, 0, 1), (1, 0, 2), (4096, 0, 4097), (5000, 4500, 501), (9791, 0, 9792), (100_000, 0, 2 << 20)]
 )
-def test_a_short_file_is_told_with_its_size_and_the_expected_one(
-    tmp_path: Path, n_file: int, offset: int, n_bytes: int, mode: ReadMode
-) -> None:
+def test_a_short_file_is_told_with_its_size_and_the_expected_one(tmp_path: Path, n_file: int, offset: int, n_bytes: int, mode: ReadMode) -> None:
     path = tmp_path / "L1-E0.bin"
     path.write_bytes(bytes(n_file))
     with pytest.raises(ShortReadError) as caught:
@@ -162,8 +156,10 @@ def test_a_failing_device_is_no_short_file(file: Path, mode: ReadMode, monkeypat
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr("layout.direct.os.preadv", fail)
-    with pytest.raises(OSError, match="Input/output error"):
+    with pytest.raises(OSError, match="Input/output error") as caught:
         read(file, 0, 1, mode)
+    # The kernel does not say which file it was.
+    assert caught.value.filename == str(file)
 
 
 @pytest.mark.parametrize("mode", BOTH)
@@ -183,6 +179,20 @@ def test_an_aligned_buffer_begins_at_a_page_and_holds_zeros(n_bytes: int) -> Non
     assert values.ctypes.data % PAGE == 0
     assert n_bytes <= len(buffer) < n_bytes + PAGE + (n_bytes == 0)
     assert not buffer.readonly and not values.any()
+
+
+@pytest.mark.parametrize("is_supported", [True, False])
+def test_an_aligned_buffer_is_really_there(is_supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def resident_pages() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1])
+
+    if not is_supported:
+        # No advice that any kernel knows.
+        monkeypatch.setattr("layout.direct._MADV_POPULATE_WRITE", 9999)
+    before, n_pages = resident_pages(), 16_384
+    buffer = aligned_buffer(n_pages * PAGE)
+    assert resident_pages() - before > 0.9 * n_pages
+    assert not np.frombuffer(buffer, np.uint8).any()
 
 
 def test_a_span_holds_a_range_wherever_it_begins() -> None:

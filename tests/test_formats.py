@@ -203,7 +203,8 @@ def test_random_rows_decode_as_ggml_decodes_them() -> None:
 
 def test_bf16_f16_and_f32_expand_exactly() -> None:
     def expand(dtype: str, raw: bytes) -> list[float]:
-        return as_float32(np.frombuffer(raw, np.uint8), dtype).tolist()
+        values: list[float] = as_float32(np.frombuffer(raw, np.uint8), dtype).tolist()
+        return values
 
     assert expand("BF16", bytes.fromhex("803f00c00100807f")) == [1, -2, 2.0**-133, math.inf]
     assert expand("F16", bytes.fromhex("003c00c00100ff7b")) == [1, -2, 2.0**-24, 65504]
@@ -371,7 +372,7 @@ class SourceTensor(NamedTuple):
 
 def read_safetensors(path: Path) -> dict[str, SourceTensor]:
     """Return all tensors of a file, by the format's own library."""
-    found = safetensors.deserialize(path.read_bytes())
+    found = safetensors.deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
     return {name: SourceTensor(t["dtype"], t["shape"], np.frombuffer(bytes(t["data"]), np.uint8)) for name, t in found}
 
 

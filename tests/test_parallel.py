@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from itertools import count
 
 import pytest
@@ -43,6 +43,16 @@ def test_items_are_worked_on_at_once_each_thread_with_a_worker_of_its_own() -> N
 
     assert sorted(run_parallel(range(9), make_worker, n_workers=3)) == list(range(9))
     assert len(set(workers)) == len(workers) == 3
+
+
+def test_items_that_take_time_to_make_are_asked_for_by_one_thread_at_a_time() -> None:
+    def items() -> Iterator[int]:
+        # A generator that is entered twice at once raises.
+        for n in range(20):
+            time.sleep(0.002)
+            yield n
+
+    assert sorted(run_parallel(items(), doubling, n_workers=4)) == [2 * n for n in range(20)]
 
 
 def test_results_come_as_they_are_ready() -> None:
@@ -152,6 +162,7 @@ def test_a_caller_that_stops_early_leaves_no_thread_behind(how: str) -> None:
         return work
 
     results = run_parallel(taken, make_worker, n_workers=4)
+    assert isinstance(results, Generator)
     next(results)
     assert len(threads_after(before)) == 4
     if how == "exception":

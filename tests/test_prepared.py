@@ -123,7 +123,9 @@ def test_an_expert_without_a_hash_is_named(prepared_copy: Path) -> None:
         open_prepared(with_hash_list(prepared_copy, lines))
 
 
-@pytest.mark.parametrize(("line", "fault"), [("x\n", "line 145: 'x"), (f"{'0' * 32}  L10-E0.bin\n", "line 145: L10-E0.bin, but the model has layers 0 to 9")])
+@pytest.mark.parametrize(
+    ("line", "fault"), [("x\n", "line 145: 'x"), (f"{'0' * 32}  L10-E0.bin\n", "line 145: L10-E0.bin, but the model has layers 0 to 9")]
+)
 def test_a_hash_list_of_something_else_is_refused(prepared_copy: Path, line: str, fault: str) -> None:
     with pytest.raises(BadInputError) as caught:
         open_prepared(with_hash_list(prepared_copy, [*hash_lines(prepared_copy), line]))
@@ -138,7 +140,9 @@ def test_copies_that_are_missing_or_of_the_wrong_size_are_left_out_and_named(pre
     (second / "L1-E0.bin").write_bytes(bytes(N_RECORD + 4096))
     (second / "L2-E3.bin").write_bytes(b"")
     copies = find_copies(prepared)
-    gone = [[(layer, expert) for layer, expert in np.argwhere(d.holds & ~h).tolist()] for d, h in zip(prepared.manifest.drives, copies.holds, strict=True)]
+    gone = [
+        [(layer, expert) for layer, expert in np.argwhere(d.holds & ~h).tolist()] for d, h in zip(prepared.manifest.drives, copies.holds, strict=True)
+    ]
     assert gone == [[], [(1, 0), (9, 15)], [(1, 0), (2, 3)]]
     assert copies.faults == [
         f"layer 1 expert 0 on {first} (tier B): L1-E0.bin: No such file or directory",

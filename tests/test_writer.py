@@ -251,9 +251,7 @@ def free_bytes(directory: Path) -> int:
 
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("is_reserved", [True, False])
-def test_a_full_disk_is_told_and_keeps_only_what_it_held(
-    small_disk: Path, write: Write, is_reserved: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_told_and_keeps_only_what_it_held(small_disk: Path, write: Write, is_reserved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
