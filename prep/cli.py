@@ -177,4 +177,3 @@ def verify_command(
             f"{'restored; all else is' if restored else 'all'} intact: {findings.n_records} expert files "
             f"({format_size(findings.n_bytes)}{'' if is_all else f' on {drive}'}), spine, tokenizer, hash lists"
         )
-

@@ -124,9 +124,7 @@ def _same(directory: Path) -> Path:
     return directory.resolve()
 
 
-def _pool_room(
-    n_bytes: int, pool: int, requests: Sequence[DriveRequest], candidates: Sequence[Candidate], reserve_bytes: int | None
-) -> int:
+def _pool_room(n_bytes: int, pool: int, requests: Sequence[DriveRequest], candidates: Sequence[Candidate], reserve_bytes: int | None) -> int:
     """Return how many experts a file system can hold: what is free beyond the reserve, and what lies there already."""
     members = [n for n, candidate in enumerate(candidates) if candidate.pool == pool]
     directory = requests[members[0]].directory

@@ -3,15 +3,18 @@
 Per block of 32 values: d = max|x| / 127 in float32, quants = x * (1 / d) rounded with halves away from zero, stored scale = d as float16.
 """
 
+from typing import Any
+
 import numpy as np
 
 from layout.q8_0 import BLOCK_BYTES, BLOCK_SIZE
 
-# Blocks worked on at a time: few enough for the scratch arrays to stay in a core's second-level cache, many enough for numpy's calls not to count.
+# Blocks worked on at a time: few enough for the 2.5 MB of scratch to stay in cache, many enough that threads seldom meet at Python's lock,
+# which numpy takes again after every call.
 _STEP = 8192
 _PAIRS = BLOCK_SIZE // 2
 _BLOCK = np.dtype([("scale", "<f2"), ("quants", f"V{BLOCK_SIZE}")])
-_SOURCE_DTYPES = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
+_SOURCE_DTYPES: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
 _SIGN, _MAGNITUDE, _UPPER_HALF = np.uint32(1 << 31), np.uint32((1 << 31) - 1), np.uint32(0xFFFF0000)
 # The largest float32 below one half. Adding it, with the value's sign, and cutting off rounds halves away from zero, exactly; adding one half
 # itself would turn 0.49999997 into 1.

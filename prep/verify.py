@@ -53,7 +53,8 @@ def verify(prepared: Prepared, *, drives: list[int], on_progress: Progress) -> F
     for done in _read_records(prepared, drives):
         n_records += 1
         on_progress("records", n_records * prepared.record.n_bytes, total * prepared.record.n_bytes)
-        if done.error is not None:
+        # A read does not notice what lies behind the record.
+        if done.error is not None or _size(done.request.extent.path) != prepared.record.n_bytes:
             records.append(_bad_record(prepared, done))
     return Findings(drives, n_records, n_records * prepared.record.n_bytes, sorted(records), bad_files)
 

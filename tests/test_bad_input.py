@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 from layout.checkpoint import INDEX_NAME, open_checkpoint
 from layout.record import expert_file_name
 from layout.terminal import run_command
+from manifests.load import load_manifest
 from runtime.cli import app as krun_app
 
 USAGE, BAD_INPUT, DAMAGED, NO_SPACE, DEVICE = 2, 3, 4, 5, 6
@@ -138,8 +139,12 @@ def take_a_tensor_away(checkpoint: Path) -> None:
     edit_json(checkpoint / INDEX_NAME, lambda index: index["weight_map"].pop(name))
 
 
-def lose_a_tensor_of_the_index(checkpoint: Path) -> None:
-    edit_shard(checkpoint / shard(12), lambda header, data: (header.clear(), data.clear()))
+def lose_the_tensors_of_a_shard(checkpoint: Path) -> None:
+    def empty(header: dict[str, Any], data: bytearray) -> None:
+        header.clear()
+        data.clear()
+
+    edit_shard(checkpoint / shard(12), empty)
 
 
 def name_another_architecture(checkpoint: Path) -> None:
@@ -182,7 +187,7 @@ BAD_CHECKPOINTS: dict[Callable[[Path], None], tuple[str, ...]] = {
     announce_an_endless_header: (shard(4), "a header of 18446744073709551615 bytes"),
     add_a_tensor: (LAYER_1 + "self_attn.novelty.weight is unknown",),
     take_a_tensor_away: (LAYER_1 + "self_attn.v_proj.weight is missing",),
-    lose_a_tensor_of_the_index: (shard(12), "but the index places it there"),
+    lose_the_tensors_of_a_shard: (shard(12), "but the index places it there"),
     name_another_architecture: ("config.json", "LlamaForCausalLM", "KimiK31ForConditionalGeneration"),
     name_another_model_type: ("config.json", "kimi_k4", "kimi_k3"),
     contradict_the_layer_lists: ("config.json", "full_attn_layers and kda_layers contradict each other: in both [4]"),
@@ -232,34 +237,32 @@ def test_the_output_of_another_checkpoint_is_left_alone(prepared_copy: Path) -> 
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """An empty file system of 3 MB; an extraction of tiny-k3.1 needs 5 MB."""
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Make an empty file system of some megabytes; an extraction of tiny-k3.1 needs six."""
     disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk], capture_output=True).returncode:
-        pytest.skip("no file system can be mounted here: a small disk was not tried")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
 
+    def mount(n_megabytes: int) -> Path:
+        disk.mkdir()
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={n_megabytes}m", "tmpfs", disk], capture_output=True).returncode:
+            pytest.skip("no file system can be mounted here: a small disk was not tried")
+        return disk
 
-def test_an_extraction_that_does_not_fit_is_refused_before_the_first_write(small_disk: Path) -> None:
-    refused(command("kprep", "extract", DATA / "tiny-k3.1", small_disk / "out"), NO_SPACE, "needed", "are free; nothing was written")
-    assert list(small_disk.iterdir()) == []
-
-
-def test_an_unfinished_extraction_s_own_files_are_not_counted_against_it(tmp_path: Path, extractions: dict[str, Path]) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=7m", "tmpfs", disk], capture_output=True).returncode:
-        pytest.skip("no file system can be mounted here: a small disk was not tried")
-    try:
-        shutil.copytree(extractions["tiny-k3.1"] / "experts", disk / "out" / "experts")
-        digest = re.search('digest: "([0-9a-f]+)"', (extractions["tiny-k3.1"] / "manifest.yaml").read_text())
-        assert digest is not None
-        (disk / "out" / "extract.journal").write_text(f"extract of checkpoint {digest[1]}\n")
-        succeed("kprep", "extract", DATA / "tiny-k3.1", disk / "out")
-    finally:
+    yield mount
+    if disk.is_mount():
         subprocess.run(["umount", disk], check=True)
+
+
+def test_an_extraction_that_does_not_fit_is_refused_before_the_first_write(small_disk: Callable[[int], Path]) -> None:
+    disk = small_disk(3)
+    refused(command("kprep", "extract", DATA / "tiny-k3.1", disk / "out"), NO_SPACE, str(disk), "needed", "are free; nothing was written")
+    assert list(disk.iterdir()) == []
+
+
+def test_an_unfinished_extraction_s_own_files_are_not_counted_against_it(small_disk: Callable[[int], Path], extractions: dict[str, Path]) -> None:
+    good, out = extractions["tiny-k3.1"], small_disk(7) / "out"
+    shutil.copytree(good / "experts", out / "experts")
+    (out / "extract.journal").write_text(f"extract of checkpoint {load_manifest(good / 'manifest.yaml').source.digest}\n")
+    succeed("kprep", "extract", DATA / "tiny-k3.1", out)
 
 
 def test_make_tiny_refuses_what_it_cannot_make(tmp_path: Path) -> None:

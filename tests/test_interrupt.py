@@ -30,9 +30,7 @@ def interrupt(is_at_work: Callable[[int], bool], name: str, *arguments: object, 
     is_at_work  called with the process id until it says yes; the command must not end before
     """
     program = Path(sys.executable).with_name(name)
-    process = subprocess.Popen(
-        [program, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    process = subprocess.Popen([program, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         deadline = time.monotonic() + 60
         while not is_at_work(process.pid):
@@ -72,7 +70,6 @@ def reads_from(directory: Path) -> Callable[[int], bool]:
         return False
 
     return is_open
-
 
 
 def files_of(directory: Path) -> dict[str, bytes]:

@@ -75,9 +75,7 @@ def patterns(arrangement: str) -> np.ndarray:
     else:
         found = np.random.default_rng(RNG_SEED).permutation(found)
     if arrangement == "under one large value":
-        found = np.concatenate(
-            [np.r_[np.uint16(0x4000 + i % 128), part] for i, part in enumerate(np.array_split(found, len(found) // 31 + 1))]
-        )
+        found = np.concatenate([np.r_[np.uint16(0x4000 + i % 128), part] for i, part in enumerate(np.array_split(found, len(found) // 31 + 1))])
     return np.resize(found, -(-len(found) // 32) * 32)
 
 
@@ -230,9 +228,7 @@ def test_a_spine_is_written_past_the_page_cache_where_the_directory_allows_it(wi
     if not probe_directory(tmp_path).is_direct:
         pytest.skip(f"the temporary directory is read {probe_directory(tmp_path)}")
     seen = []
-    write_spine(
-        wide, tmp_path / "s", expert_directories=["experts"], on_progress=lambda *step: seen.append(open_flags(tmp_path / "s.partial"))
-    )
+    write_spine(wide, tmp_path / "s", expert_directories=["experts"], on_progress=lambda *step: seen.append(open_flags(tmp_path / "s.partial")))
     assert seen
     assert all(len(flags) == 1 and flags[0] & O_DIRECT for flags in seen)
 

@@ -56,7 +56,7 @@ def two_copies(prepared_copy: Path, tmp_path: Path) -> tuple[Path, Path, Path]:
 
 def test_an_intact_model_is_said_to_be_intact(extracted: Path) -> None:
     outcome = succeed("kprep", "verify-hashes", extracted)
-    assert re.fullmatch(r"all intact: \d+ expert files \([0-9.]+MB\), spine, tokenizer, hash lists\n", outcome.out)
+    assert re.fullmatch(r"all intact: \d+ expert files \([0-9.]+[KM]B\), spine, tokenizer, hash lists\n", outcome.out)
 
 
 @pytest.mark.parametrize("at", [0, 4095, 4096, 6144, RECORD_BYTES - 1])
@@ -199,7 +199,7 @@ def test_an_unknown_drive_is_refused_with_those_that_there_are(two_copies: tuple
 
 
 def test_a_drive_that_is_not_mounted_is_named_and_not_filled(two_copies: tuple[Path, Path, Path]) -> None:
-    home, a, b = two_copies
+    home, _, b = two_copies
     shutil.rmtree(b)
     outcome = verify(home, "--repair")
     found_damage(outcome, f"{b}/experts.xxh128: cannot be read", f"layer 9 expert 15 on {b} (tier C): L9-E15.bin is missing", "is the drive mounted?")
@@ -222,7 +222,7 @@ def test_a_bad_list_on_a_drive_is_named_with_its_cure(two_copies: tuple[Path, Pa
 def test_json_says_the_same(two_copies: tuple[Path, Path, Path]) -> None:
     home, a, b = two_copies
     clean = verify(home, "--json")
-    nothing_bad = {"bad_records": [], "bad_files": []}
+    nothing_bad: dict[str, list[object]] = {"bad_records": [], "bad_files": []}
     assert (clean.code, json.loads(clean.out)) == (0, {"n_records": 288, "n_bytes": 288 * RECORD_BYTES, **nothing_bad})
     flip(a / EXPERT, 5000)
     for drive in (a, b):
