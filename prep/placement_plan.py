@@ -112,7 +112,9 @@ def _split(
     layer: int, n_experts: int, base: list[int], shares: list[int], candidates: Sequence[Candidate], rng: np.random.Generator
 ) -> dict[int, list[int]]:
     """Deal one layer's experts out; a drive keeps what it has as far as its share goes."""
-    order = rng.permutation(n_experts).tolist()
+    # By lot, those on the fewest drives first: they have the least choice of where to stay.
+    n_homes = np.sum([candidates[d].present[layer] for d in base], axis=0)
+    order = sorted(rng.permutation(n_experts).tolist(), key=lambda expert: n_homes[expert])
     dealt: dict[int, list[int]] = {drive: [] for drive in base}
     left = dict(zip(base, shares, strict=True))
     homeless = []

@@ -92,6 +92,8 @@ def random_values(kind: str, rng: np.random.Generator) -> np.ndarray:
     n = 32 * 5000
     if kind == "normal":
         return rng.standard_normal(n, np.float32) * np.float32(0.02)
+    if kind == "subnormal scales":
+        return rng.standard_normal(n, np.float32) * np.exp2(rng.uniform(-28, -8, n // 32)).astype(np.float32).repeat(32)
     if kind == "heavy tails":
         return np.clip(rng.standard_cauchy(n), -60000, 60000).astype(np.float32)
     if kind == "all magnitudes":
@@ -103,7 +105,7 @@ def random_values(kind: str, rng: np.random.Generator) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
-@pytest.mark.parametrize("kind", ["normal", "heavy tails", "all magnitudes", "ties"])
+@pytest.mark.parametrize("kind", ["normal", "subnormal scales", "heavy tails", "all magnitudes", "ties"])
 def test_random_values_of_every_source_type_give_gguf_pys_bytes(kind: str, dtype: str) -> None:
     raw = encoded(random_values(kind, np.random.default_rng(RNG_SEED)), dtype)
     assert ours(raw, dtype) == theirs(raw, dtype)
@@ -128,6 +130,14 @@ def test_a_scale_below_float16_is_stored_as_zero_and_the_quants_stay() -> None:
     stored = np.frombuffer(ours(raw), np.int8)
     assert stored[:5].tolist() == [0, 0, 127, -127, 64]
     assert stored.tobytes() == theirs(raw)
+
+
+@pytest.mark.parametrize(("n_halves", "expected"), [(1, 0), (3, 2), (5, 2), (2047, 1024), (2049, 1024)])
+def test_a_scale_between_two_subnormal_float16_goes_to_the_even_one(n_halves: int, expected: int) -> None:
+    raw = encoded(block_of(127 * n_halves * 2.0**-25), "F32")
+    stored = ours(raw, "F32")
+    assert stored[:2] == expected.to_bytes(2, "little")
+    assert stored == theirs(raw, "F32")
 
 
 @pytest.mark.parametrize("largest", [2.0**-149, 2.0**-133, 3e-39, 3.7e-37, 3.8e-37, 1.5e-36])

@@ -114,7 +114,11 @@ def test_a_flipped_byte_anywhere_in_the_spine_is_named(prepared_copy: Path, at: 
     found_damage(verify(prepared_copy), f"{prepared_copy}/spine.gguf: xxh3-128 ", "differs from the manifest's", "extract anew")
 
 
-@pytest.mark.parametrize(("damage", "what"), [(cut, "bytes, expected"), (Path.unlink, "cannot be read: No such file")], ids=["short", "missing"])
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [(cut, "bytes, expected"), (lengthen, "bytes, expected"), (Path.unlink, "cannot be read: No such file")],
+    ids=["short", "long", "missing"],
+)
 def test_a_spine_of_another_size_is_named(prepared_copy: Path, damage: Callable[[Path], object], what: str) -> None:
     damage(prepared_copy / "spine.gguf")
     found_damage(verify(prepared_copy), f"{prepared_copy}/spine.gguf: ", what, "extract anew")
