@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,7 +50,10 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose every tensor is known, lies within its file, and has the shape that the geometry asks for."""
+    """A checkpoint whose every tensor is known, lies within its file, and has the shape that the geometry asks for.
+
+    released  names of shards that are gone, and known by their saved headers alone
+    """
 
     directory: Path
     config: Mapping[str, Any]
@@ -58,6 +62,7 @@ class Checkpoint:
     tensors: Mapping[str, Tensor]
     digest: str
     read_mode: ReadMode
+    released: frozenset[str] = frozenset()
 
     @property
     def geometry(self) -> Geometry:
@@ -94,15 +99,18 @@ class Checkpoint:
         return [Extent(extents[0].path, extents[0].offset, self.record.n_bytes)] if is_one_run else extents
 
 
-def open_checkpoint(directory: Path, *, most_faults: int = 20) -> Checkpoint:
-    """Read and check all headers of a checkpoint. Raises BadInputError that lists the first `most_faults` faults and counts the rest."""
+def open_checkpoint(directory: Path, *, saved_headers: Mapping[str, Path] = MappingProxyType({}), most_faults: int = 20) -> Checkpoint:
+    """Read and check all headers of a checkpoint. Raises BadInputError that lists the first `most_faults` faults and counts the rest.
+
+    saved_headers  files with the headers of shards that may be gone: they were released after their contents had been proved elsewhere
+    """
     if not directory.is_dir():
         raise BadInputError(f"{directory}: no such directory; expected a checkpoint with config.json and {INDEX_NAME}")
     config = read_json(directory / "config.json")
     weight_map = _weight_map(directory)
     names = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE_SHARD_NAME]
     faults: list[str] = []
-    shards, tensors = _read_shards(directory, names, faults)
+    shards, tensors = _read_shards(directory, names, saved_headers, faults)
     unread = {name for name, shard in zip(names, shards, strict=True) if shard is None}
     if weight_map is not None:
         faults += _index_faults(weight_map, names, tensors, unread)
@@ -116,8 +124,9 @@ def open_checkpoint(directory: Path, *, most_faults: int = 20) -> Checkpoint:
     faults += _tensor_faults(facts.geometry, tensors, expected_elsewhere)
     if faults:
         raise BadInputError(listed(faults, f"{directory}: the checkpoint cannot be used; {len(faults)} faults:", most=most_faults))
+    released = frozenset(name for name in saved_headers if not (directory / name).exists())
     good = tuple(shard for shard in shards if shard is not None)
-    return Checkpoint(directory, config, facts, good, tensors, _digest(config, good), probe_directory(directory))
+    return Checkpoint(directory, config, facts, good, tensors, _digest(config, good), probe_directory(directory), released)
 
 
 def read_json(path: Path, *, default: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
@@ -147,12 +156,16 @@ def _weight_map(directory: Path) -> dict[str, str] | None:
     return weight_map
 
 
-def _read_shards(directory: Path, names: list[str], faults: list[str]) -> tuple[list[Shard | None], dict[str, Tensor]]:
+def _read_shards(
+    directory: Path, names: list[str], saved_headers: Mapping[str, Path], faults: list[str]
+) -> tuple[list[Shard | None], dict[str, Tensor]]:
     shards: list[Shard | None] = []
     tensors: dict[str, Tensor] = {}
     for number, name in enumerate(names):
         try:
-            shard, found = _read_shard(directory / name, number)
+            path = directory / name
+            is_released = name in saved_headers and not path.exists()
+            shard, found = _read_shard(saved_headers[name] if is_released else path, number, is_released=is_released)
         except BadInputError as error:
             faults.append(str(error))
             shards.append(None)
@@ -164,7 +177,7 @@ def _read_shards(directory: Path, names: list[str], faults: list[str]) -> tuple[
     return shards, tensors
 
 
-def _read_shard(path: Path, number: int) -> tuple[Shard, dict[str, Tensor]]:
+def _read_shard(path: Path, number: int, *, is_released: bool) -> tuple[Shard, dict[str, Tensor]]:
     try:
         with path.open("rb") as file:
             n_bytes = file.seek(0, 2)
@@ -185,6 +198,8 @@ def _read_shard(path: Path, number: int) -> tuple[Shard, dict[str, Tensor]]:
         raise BadInputError(f"{path.name}: cannot be read: {error.strerror}") from None
     tensors = _parse_header(path.name, raw, number)
     data_end = max((t.offset + t.n_bytes for t in tensors.values()), default=8 + header_bytes)
+    if is_released:
+        n_bytes = data_end
     if data_end > n_bytes:
         raise BadInputError(
             f"{path.name}: short by {data_end - n_bytes} bytes: it has {n_bytes}, its header needs {data_end}; the download is incomplete"
@@ -192,6 +207,13 @@ def _read_shard(path: Path, number: int) -> tuple[Shard, dict[str, Tensor]]:
     if data_end < n_bytes:
         raise BadInputError(f"{path.name}: {n_bytes - data_end} bytes follow the last tensor ({n_bytes}, its header needs {data_end})")
     return Shard(path.name, n_bytes, xxhash.xxh3_128_hexdigest(start + raw)), tensors
+
+
+def header_bytes(path: Path) -> bytes:
+    """Return a shard's header with its length before it, as it stands in the file."""
+    with path.open("rb") as file:
+        start = file.read(8)
+        return start + file.read(struct.unpack("<Q", start)[0])
 
 
 def _parse_header(name: str, raw: bytes, number: int) -> dict[str, Tensor]:

@@ -78,7 +78,7 @@ class ConfigFacts(NamedTuple):
 class _Faults(list[str]):
     def number(self, values: Mapping[str, Any], key: str, kinds: tuple[type, ...], where: str) -> Any:
         value = values.get(key)
-        if type(value) not in kinds or not math.isfinite(value):
+        if value is None or type(value) not in kinds or not math.isfinite(value):
             self.append(f"{where}.{key} is {value!r}, expected a {'whole number' if kinds == (int,) else 'number'}")
             return 0
         return value
@@ -158,8 +158,7 @@ def _linear_attention(text: Mapping[str, Any], n_layers: int, faults: _Faults) -
         both, neither = sorted(set(full) & set(kda)), sorted(set(range(1, n_layers + 1)) - set(full) - set(kda))
         beyond = sorted(n for n in {*full, *kda} if not 1 <= n <= n_layers)
         faults.append(
-            f"{where}: full_attn_layers and kda_layers contradict each other: in both {both}, in neither {neither}, "
-            f"outside 1..{n_layers} {beyond}"
+            f"{where}: full_attn_layers and kda_layers contradict each other: in both {both}, in neither {neither}, outside 1..{n_layers} {beyond}"
         )
     if linear.get("use_full_rank_gate", True) is not True:
         faults.append(f"{where}.use_full_rank_gate is {linear['use_full_rank_gate']!r}, expected true: nothing else is implemented")

@@ -147,14 +147,12 @@ def _probe_with_new_file(directory: Path) -> ReadMode:
     path = directory / f".probe-{os.getpid()}.partial"
     try:
         path.write_bytes(bytes(range(256)) * (_ALIGNMENTS[-1] // 128))
+        return _probe_file(path)
     except OSError as error:
+        return ReadMode(is_direct=False, reason=f"no file to try, and none can be made: {error.strerror}")
+    finally:
         with contextlib.suppress(OSError):
             path.unlink()
-        return ReadMode(is_direct=False, reason=f"no file to try, and none can be made: {error.strerror}")
-    try:
-        return _probe_file(path)
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def _probe_file(path: Path) -> ReadMode:

@@ -7,12 +7,14 @@ import re
 from collections.abc import Mapping
 from io import StringIO
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import xxhash
 
+from layout.direct import file_blocks, probe_directory
 from layout.record import expert_file_name, parse_expert_file_name
-from manifests.errors import BadInputError, listed
+from manifests.errors import BadInputError, DamagedDataError, listed
 
 HASH_LIST_NAME = "experts.xxh128"
 N_HASH_BYTES = 16
@@ -25,6 +27,17 @@ Buffer = bytes | bytearray | memoryview | np.ndarray
 def xxh3_128_hex(buffer: Buffer) -> str:
     """Return the XXH3-128 hash of a contiguous buffer's bytes as 32 hex digits, most significant first, as `xxhsum -H128` prints it."""
     return xxhash.xxh3_128_hexdigest(buffer.data if isinstance(buffer, np.ndarray) else buffer)
+
+
+def xxh3_128_of_file(path: Path, n_bytes: int) -> str:
+    """Return the hash of a large file, read past the page cache. Raises DamagedDataError if it has another size than n_bytes."""
+    found = path.stat().st_size
+    if found != n_bytes:
+        raise DamagedDataError(f"has {found} bytes, expected {n_bytes}")
+    state = xxhash.xxh3_128()
+    for block in file_blocks(path, 0, n_bytes, probe_directory(path.parent)):
+        state.update(block)
+    return state.hexdigest()
 
 
 def format_hash_list(hashes: Mapping[tuple[int, int], str]) -> str:

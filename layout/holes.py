@@ -48,6 +48,8 @@ def find_holes(checkpoint: Checkpoint) -> list[str]:
     """
     holes: dict[int, Hole] = {}
     for number, shard in enumerate(checkpoint.shards):
+        if shard.name in checkpoint.released:
+            continue
         try:
             hole = first_hole(checkpoint.directory / shard.name)
         except OSError as error:

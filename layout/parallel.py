@@ -33,10 +33,11 @@ def run_parallel(items: Iterable[Item], make_worker: Callable[[], Callable[[Item
         done.put(("end", None))
 
     threads = [threading.Thread(target=serve, daemon=True) for _ in range(n_workers)]
-    for thread in threads:
-        thread.start()
     n_running = n_workers
     try:
+        # Within the try: an interrupt right after the start must wait for the threads, too.
+        for thread in threads:
+            thread.start()
         while n_running:
             kind, value = done.get()
             if kind == "error":
@@ -49,4 +50,5 @@ def run_parallel(items: Iterable[Item], make_worker: Callable[[], Callable[[Item
     finally:
         is_stopped.set()
         for thread in threads:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()

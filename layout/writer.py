@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from layout.direct import PAGE, ReadMode, round_up
+from layout.direct import ReadMode, round_up
 from manifests.errors import KtierError, NoSpaceError
 
 PARTIAL_SUFFIX = ".partial"

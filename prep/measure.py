@@ -47,7 +47,7 @@ def measure_drive(directory: Path, *, record_bytes: int, seconds: float, seed: i
 def _sweep(extents: list[Extent], mode: ReadMode, seconds: float, rng: random.Random) -> tuple[int, list[Completion], float]:
     best: tuple[int, list[Completion], float] | None = None
     for depth in DEPTHS:
-        completions, elapsed = _read_for(extents, mode, depth, seconds, rng)
+        completions, elapsed = read_for(extents, mode, depth, seconds, rng)
         if best is not None and len(completions) / elapsed < LEAST_GAIN * len(best[1]) / best[2]:
             break
         best = depth, completions, elapsed
@@ -55,7 +55,7 @@ def _sweep(extents: list[Extent], mode: ReadMode, seconds: float, rng: random.Ra
     return best
 
 
-def _read_for(extents: list[Extent], mode: ReadMode, depth: int, seconds: float, rng: random.Random) -> tuple[list[Completion], float]:
+def read_for(extents: list[Extent], mode: ReadMode, depth: int, seconds: float, rng: random.Random) -> tuple[list[Completion], float]:
     """Keep `depth` reads in flight for a time; return them and the seconds from the first request to the last completion."""
     buffers = [aligned_buffer(span_bytes(extents[0].n_bytes, mode.alignment)) for _ in range(depth)]
     completions: list[Completion] = []

@@ -12,33 +12,23 @@ from pathlib import Path
 
 import numpy as np
 
-from layout.direct import aligned_buffer, probe_directory, round_up, span_bytes
-from layout.drives import default_reserve, describe_directory, free_bytes
+from layout.direct import aligned_buffer, probe_directory, span_bytes
+from layout.drives import default_reserve, free_bytes
 from layout.hash_lists import HASH_LIST_NAME
 from layout.parallel import run_parallel
 from layout.prepared import Copies, Prepared, find_copies
 from layout.record import parse_expert_file_name
 from layout.writer import sync_directory, write_bytes
-from manifests.errors import UsageError
-from manifests.manifest import BASE_TIERS, Drive, Manifest, Profile
+from manifests.manifest import Manifest, Profile
 from manifests.store import next_generation, write_manifest
 from prep.copying import Sources, copy_expert
-from prep.drive_facts import manifest_devices
+from prep.drive_facts import manifest_drive
 from prep.measure import measure_drive
 from prep.placement_plan import Candidate, plan_placement
+from prep.requests import DriveRequest, check_requests, disk_bytes
 
 N_WORKERS = 4
-FILE_SYSTEM_BLOCK = 4096
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class DriveRequest:
-    """A drive as the user named it. `limit_bytes` is the most that its experts may take."""
-
-    tier: str
-    directory: Path
-    limit_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +54,12 @@ class Placement:
         return sum(int(drive.to_copy.sum()) for drive in self.drives)
 
 
-def disk_bytes(record_bytes: int) -> int:
-    """Return the room that an expert's file takes on a drive: whole blocks of the file system."""
-    return round_up(record_bytes, FILE_SYSTEM_BLOCK)
-
-
 def decide(prepared: Prepared, requests: Sequence[DriveRequest], *, reserve_bytes: int | None, measure_seconds: float | None) -> Placement:
     """Plan a placement over the requested drives, measuring them first if measure_seconds is given.
 
     The directories must exist. Raises NoSpaceError if tiers A and B cannot hold all experts with the reserve kept.
     """
-    _check_requests(requests)
+    check_requests(requests)
     present = find_copies(prepared)
     n_bytes = prepared.record.n_bytes
     profiles = [measure_drive(r.directory, record_bytes=n_bytes, seconds=measure_seconds) if measure_seconds else None for r in requests]
@@ -108,18 +93,6 @@ def _lying(prepared: Prepared, directory: Path) -> np.ndarray:
     return found
 
 
-def _check_requests(requests: Sequence[DriveRequest]) -> None:
-    if not any(request.tier in BASE_TIERS for request in requests):
-        raise UsageError("--tier: name at least one drive of tier A or B; together they hold the base, one copy of every expert")
-    seen: set[Path] = set()
-    for request in requests:
-        if not request.directory.is_dir():
-            raise UsageError(f"--tier {request.tier}={request.directory}: no such directory; make it, on the drive that you mean")
-        if _same(request.directory) in seen:
-            raise UsageError(f"--tier {request.tier}={request.directory}: this directory is named twice")
-        seen.add(_same(request.directory))
-
-
 def _same(directory: Path) -> Path:
     return directory.resolve()
 
@@ -151,18 +124,10 @@ def carry_out(prepared: Prepared, placement: Placement, *, on_progress: Progress
         prepared.manifest,
         generation=next_generation(prepared.path),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        drives=tuple(_manifest_drive(prepared, drive) for drive in placement.drives),
+        drives=tuple(manifest_drive(d.request.tier, d.request.directory, prepared.directory, d.profile, d.holds) for d in placement.drives),
     )
     write_manifest(prepared.path, manifest)
     return manifest
-
-
-def _manifest_drive(prepared: Prepared, drive: PlannedDrive) -> Drive:
-    directory, home = _same(drive.request.directory), _same(prepared.directory)
-    facts = describe_directory(directory)
-    # Within the output the path stays relative, so that the whole can be moved.
-    text = str(directory.relative_to(home)) if directory.is_relative_to(home) else str(directory)
-    return Drive(drive.request.tier, text, facts.file_system, manifest_devices(facts), drive.profile, drive.holds)
 
 
 def _copy_to(sources: Sources, drive: PlannedDrive) -> Iterator[None]:

@@ -22,9 +22,9 @@ from layout.sizes import format_rate, format_size
 from manifests.errors import NoSpaceError, UsageError
 from manifests.geometry import Geometry
 from manifests.manifest import BASE_TIERS
-from prep.measure import _read_for
-from prep.place import FILE_SYSTEM_BLOCK, DriveRequest, _check_requests, disk_bytes
+from prep.measure import read_for
 from prep.placement_plan import Candidate, plan_base
+from prep.requests import FILE_SYSTEM_BLOCK, DriveRequest, check_requests, disk_bytes
 from prep.small_files import small_files
 from prep.spine import spine_bytes
 
@@ -236,7 +236,7 @@ def _check_drives(requests: Sequence[DriveRequest]) -> None:
                 "further copies, on C and D, are made afterwards by kprep place"
             )
     if requests:
-        _check_requests(requests)
+        check_requests(requests)
 
 
 def _plan_drives(checkpoint: Checkpoint, requests: Sequence[DriveRequest], reserve_bytes: int | None) -> tuple[list[PlannedDirectory], str]:
@@ -287,7 +287,7 @@ def _split_base(g: Geometry, requests: Sequence[DriveRequest], numbers: list[int
 def _measure(checkpoint: Checkpoint, seconds: float) -> ReadRate:
     """Read from the shards for a time, as many records at once as extraction does."""
     extents = _random_extents(checkpoint, random.Random(0))
-    completions, elapsed = _read_for(extents, checkpoint.read_mode, _DEPTH, seconds, random.Random(1))
+    completions, elapsed = read_for(extents, checkpoint.read_mode, _DEPTH, seconds, random.Random(1))
     n_bytes = len(completions) * checkpoint.record.n_bytes
     return ReadRate(n_bytes / elapsed, n_bytes, elapsed, str(checkpoint.read_mode))
 

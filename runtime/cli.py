@@ -111,9 +111,7 @@ def _prompt_reader(prompt: str | None, ids: str | None, prompt_file: Path | None
     return lambda tokenizer: tokenizer.encode(prompt)
 
 
-def _generate(
-    engine: Engine, tokenizer: Tokenizer, prompt_ids: list[int], n_tokens: int, sampler: Sampler, *, is_quiet: bool
-) -> dict[str, Any]:
+def _generate(engine: Engine, tokenizer: Tokenizer, prompt_ids: list[int], n_tokens: int, sampler: Sampler, *, is_quiet: bool) -> dict[str, Any]:
     stream, new_ids, text, finish = TextStream(tokenizer), [], "", None
     for step in engine.generate(prompt_ids, n_tokens=n_tokens, sampler=sampler):
         new_ids.append(step.token)

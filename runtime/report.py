@@ -84,4 +84,3 @@ def statistics_lines(stats: dict[str, Any]) -> list[str]:
         f"{decode['n_failed_reads'] + prompt['n_failed_reads']} failed reads",
         f"process wall {stats['process_wall_s']:.2f} s",
     ]
-

@@ -26,16 +26,18 @@ _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _BEFORE_WORD = r"[^\r\n\p{L}\p{N}]?"
 _AFTER_WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-SPLIT_PATTERN = "|".join([
-    r"[\p{Han}]+",
-    _BEFORE_WORD + _UPPER + "*" + _LOWER + "+" + _AFTER_WORD,
-    _BEFORE_WORD + _UPPER + "+" + _LOWER + "*" + _AFTER_WORD,
-    r"\p{N}{1,3}",
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-    r"\s*[\r\n]+",
-    r"\s+(?!\S)",
-    r"\s+",
-])
+SPLIT_PATTERN = "|".join(
+    [
+        r"[\p{Han}]+",
+        _BEFORE_WORD + _UPPER + "*" + _LOWER + "+" + _AFTER_WORD,
+        _BEFORE_WORD + _UPPER + "+" + _LOWER + "*" + _AFTER_WORD,
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
 
 MAX_ENCODE_CHARS = 400_000
 MAX_RUN_CHARS = 25_000

@@ -261,7 +261,7 @@ def test_an_extraction_that_does_not_fit_is_refused_before_the_first_write(small
 def test_an_unfinished_extraction_s_own_files_are_not_counted_against_it(small_disk: Callable[[int], Path], extractions: dict[str, Path]) -> None:
     good, out = extractions["tiny-k3.1"], small_disk(7) / "out"
     shutil.copytree(good / "experts", out / "experts")
-    (out / "extract.journal").write_text(f"extract of checkpoint {load_manifest(good / 'manifest.yaml').source.digest}\n")
+    (out / "extract.journal").write_text(json.dumps({"extract": load_manifest(good / "manifest.yaml").source.digest, "schema": 1}) + "\n")
     succeed("kprep", "extract", DATA / "tiny-k3.1", out)
 
 

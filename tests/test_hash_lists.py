@@ -25,9 +25,7 @@ def test_hashes_as_xxhsum_prints_them() -> None:
 
 def test_the_list_is_sorted_by_number_and_byte_exact() -> None:
     assert format_hash_list({(10, 0): ABC, (2, 895): EMPTY, (2, 9): ABC}) == (
-        "06b05ab6733a618578af5f94892f3950  L2-E9.bin\n"
-        "99aa06d3014798d86001c324468d497f  L2-E895.bin\n"
-        "06b05ab6733a618578af5f94892f3950  L10-E0.bin\n"
+        "06b05ab6733a618578af5f94892f3950  L2-E9.bin\n99aa06d3014798d86001c324468d497f  L2-E895.bin\n06b05ab6733a618578af5f94892f3950  L10-E0.bin\n"
     )
 
 

@@ -154,7 +154,7 @@ def test_extract_killed_outright_goes_on_too(checkpoint: Path, whole: Path, tmp_
     # As if it had been killed while it wrote its journal.
     shutil.rmtree(out)
     out.mkdir()
-    (out / "extract.journal.partial").touch()
+    (out / "extract.journal").touch()
     succeed("kprep", "extract", checkpoint, out)
     assert files_of(out / "experts") == files_of(whole / "experts")
     assert [path for path in partials(out) if not path.name.startswith(".probe-")] == []

@@ -217,9 +217,7 @@ def test_expert_is_w2_of_situ_of_w1_and_w3(is_tiled: bool, device: str) -> None:
     w1, w2, w3 = (matrix(name) for name in ("w1", "w2", "w3"))
     gate, up = z.double() @ w1.T, z.double() @ w3.T
     expected = (4 * torch.tanh(gate / 4) * torch.sigmoid(gate) * 25 * torch.tanh(up / 25)) @ w2.T
-    found = expert_forward(
-        torch.from_numpy(record).to(device), layout, z.to(device), situ_beta=4.0, situ_linear_beta=25.0, is_tiled=is_tiled
-    )
+    found = expert_forward(torch.from_numpy(record).to(device), layout, z.to(device), situ_beta=4.0, situ_linear_beta=25.0, is_tiled=is_tiled)
     torch.testing.assert_close(found.cpu(), expected.float(), rtol=1e-5, atol=1e-5)
 
 
@@ -295,9 +293,7 @@ def test_log_decay_is_bounded_or_softplus() -> None:
 # MLA
 
 
-def mla_inputs(
-    n_tok: int, n_past: int, *, b: int = 2, v: int = 6, rank: int = 10, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, ...]:
+def mla_inputs(n_tok: int, n_past: int, *, b: int = 2, v: int = 6, rank: int = 10, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
     h, n, r = 3, 8, 4
     q_nope, q_rot = randn(b, n_tok, h, n, seed=1, dtype=dtype), randn(b, n_tok, h, r, seed=2, dtype=dtype)
     latent, k_rot = randn(b, n_past + n_tok, rank, seed=3, dtype=dtype), randn(b, n_past + n_tok, r, seed=4, dtype=dtype)

@@ -301,7 +301,7 @@ REFUSED = [
     ('tier: "B"', 'tier: "E"', "drives[1]: tier is 'E', expected one of A, B, C, D"),
     ('tier: "B"', 'tier: "AB"', "drives[1]: tier is 'AB', expected one of A, B, C, D"),
     ('directory: "more"', 'directory: ""', "drives[1].directory: is '', expected a text that is not empty"),
-    ('      3: "7"', "      3: 7", "drives[0].holds[3]: is 7, expected ranges in double quotes, such as \"7\""),
+    ('      3: "7"', "      3: 7", 'drives[0].holds[3]: is 7, expected ranges in double quotes, such as "7"'),
     ('      3: "7"', "      3: null", "drives[0].holds[3]: is None, expected ranges in double quotes"),
     ('      3: "7"', "      3: [7]", "drives[0].holds[3]: is [7], expected ranges in double quotes"),
     ('      3: "7"', '      3: "7-7"', 'drives[0].holds[3]: "7-7" is one number'),

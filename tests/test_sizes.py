@@ -37,8 +37,34 @@ def test_slots_are_refused_where_they_mean_nothing() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "27", "27.5", "GB", "-1GB", "+1GB", "0B", "0GB", "0slots", "0.4B", "nan", "infGB", "1e3GB", "1.5slots", "27.5 GB", "27.5gb",
-     "1,5GB", ".5GB", "5.GB", "1PB", "12GBs", "1GB\n", "16slotss", "٣GB", "1" * 5000 + "GB", "1iB"],
+    [
+        "",
+        "27",
+        "27.5",
+        "GB",
+        "-1GB",
+        "+1GB",
+        "0B",
+        "0GB",
+        "0slots",
+        "0.4B",
+        "nan",
+        "infGB",
+        "1e3GB",
+        "1.5slots",
+        "27.5 GB",
+        "27.5gb",
+        "1,5GB",
+        ".5GB",
+        "5.GB",
+        "1PB",
+        "12GBs",
+        "1GB\n",
+        "16slotss",
+        "٣GB",
+        "1" * 5000 + "GB",
+        "1iB",
+    ],
 )
 def test_refuses_what_is_no_positive_number_with_a_unit(text: str) -> None:
     with pytest.raises(UsageError) as caught:
@@ -50,8 +76,20 @@ def test_refuses_what_is_no_positive_number_with_a_unit(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("n_bytes", "text"),
-    [(0, "0B"), (1, "1B"), (999, "999B"), (1000, "1KB"), (9_800, "9.8KB"), (17_547_264, "17.5MB"), (999_499, "999KB"), (999_960, "1MB"),
-     (20 * 10**9, "20GB"), (27_500_000_000, "27.5GB"), (1_450_000_000_000, "1.45TB"), (1_234_567 * 10**9, "1235TB")],
+    [
+        (0, "0B"),
+        (1, "1B"),
+        (999, "999B"),
+        (1000, "1KB"),
+        (9_800, "9.8KB"),
+        (17_547_264, "17.5MB"),
+        (999_499, "999KB"),
+        (999_960, "1MB"),
+        (20 * 10**9, "20GB"),
+        (27_500_000_000, "27.5GB"),
+        (1_450_000_000_000, "1.45TB"),
+        (1_234_567 * 10**9, "1235TB"),
+    ],
 )
 def test_writes_three_digits_in_the_fitting_unit(n_bytes: int, text: str) -> None:
     assert format_size(n_bytes) == text

@@ -166,7 +166,7 @@ def test_with_one_copy_repair_changes_nothing_and_says_what_to_do(prepared_copy:
     flip(prepared_copy / "experts" / EXPERT, 77)
     spoilt = (prepared_copy / "experts" / EXPERT).read_bytes()
     outcome = verify(prepared_copy, "--repair")
-    found_damage(outcome, "layer 5 expert 11", "no other copy is intact; fetch the shard that holds layer 5 again and extract anew")
+    found_damage(outcome, "layer 5 expert 11", "no other copy is intact; fetch model-00006-of-000013.safetensors again and extract anew")
     assert (prepared_copy / "experts" / EXPERT).read_bytes() == spoilt
 
 
@@ -189,7 +189,7 @@ def test_drive_limits_the_reading_to_one_drive(two_copies: tuple[Path, Path, Pat
     flip(b / EXPERT, 5000)
     for name in ("A", a, f"{b}/../a"):
         outcome = verify(home, "--drive", name)
-        assert is_clean(outcome) and f"144 expert files (1.41MB on {name})" in outcome.out
+        assert is_clean(outcome) and f"144 of 288 expert files (1.41MB on {name})" in outcome.out
     for name in ("C", b):
         found_damage(verify(home, "--drive", name), f"layer 5 expert 11 on {b} (tier C)")
 
@@ -227,7 +227,7 @@ def test_json_says_the_same(two_copies: tuple[Path, Path, Path]) -> None:
     home, a, b = two_copies
     clean = verify(home, "--json")
     nothing_bad: dict[str, list[object]] = {"bad_records": [], "bad_files": []}
-    assert (clean.code, json.loads(clean.out)) == (0, {"n_records": 288, "n_bytes": 288 * RECORD_BYTES, **nothing_bad})
+    assert (clean.code, json.loads(clean.out)) == (0, {"n_records": 288, "n_trusted": 0, "n_bytes": 288 * RECORD_BYTES, **nothing_bad})
     flip(a / EXPERT, 5000)
     for drive in (a, b):
         cut(drive / "L1-E0.bin")

@@ -8,9 +8,7 @@ from runtime.kernels.rows import by_rows
 from runtime.kernels.situ import situ
 
 
-def expert_forward(
-    record: Tensor, layout: RecordLayout, z: Tensor, *, situ_beta: float, situ_linear_beta: float, is_tiled: bool
-) -> Tensor:
+def expert_forward(record: Tensor, layout: RecordLayout, z: Tensor, *, situ_beta: float, situ_linear_beta: float, is_tiled: bool) -> Tensor:
     """Return the expert's output for each row.
 
     record   uint8 [layout.n_bytes], on the device of z

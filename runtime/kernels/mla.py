@@ -38,9 +38,7 @@ def attend_absorbed(q_nope: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor
     return by_rows(lambda rows: torch.einsum("...hl,hvl->...hv", rows, w_v), torch.stack(outputs, dim=1), is_tiled=True)
 
 
-def attend_expanded(
-    q_nope: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor, kv_b: Tensor, *, n_query_rows: int = 256
-) -> Tensor:
+def attend_expanded(q_nope: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor, kv_b: Tensor, *, n_query_rows: int = 256) -> Tensor:
     """Attend with keys and values written out, `n_query_rows` queries at a time: the scores take B * H * n_query_rows * S floats."""
     n_nope = q_nope.shape[-1]
     scale = (n_nope + q_rot.shape[-1]) ** -0.5

@@ -1,0 +1,71 @@
+"""kprep extract."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from layout.checkpoint import Checkpoint, open_checkpoint
+from layout.sizes import format_size
+from layout.terminal import ProgressLine, note, say
+from manifests.errors import UsageError
+from manifests.manifest import Manifest
+from prep.cli.arguments import LIMIT_HELP, RESERVE_HELP, drive_requests, reserve_of
+from prep.extract import JOURNAL_EVERY, MANIFEST_NAME, Settings, extract
+from prep.release import saved_headers
+from prep.requests import disk_bytes
+
+
+def extract_command(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Directory with config.json, the index and the shards.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new or empty directory, or an unfinished extraction to go on with.")],
+    tier: Annotated[
+        list[str] | None, typer.Option(metavar="A=DIR", help="Write the experts straight to these drives, tier A or B, each once; may be repeated.")
+    ] = None,
+    limit: Annotated[list[str] | None, typer.Option(metavar="A=SIZE", help=LIMIT_HELP)] = None,
+    reserve: Annotated[str | None, typer.Option(metavar="SIZE", help=RESERVE_HELP)] = None,
+    release_shards: Annotated[
+        bool, typer.Option("--release-shards", help="REMOVE each shard once all that was taken from it is read back and proved.")
+    ] = False,
+    journal_every: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Experts between two syncs of the journal; a kill costs at most so many.")
+    ] = JOURNAL_EVERY,
+    trust_journal: Annotated[bool, typer.Option("--trust-journal", help="When going on, do not read again what the journal says is there.")] = False,
+) -> None:
+    """Write the spine, one file per expert, the tokenizer's files, hashes and the manifest. Interrupted, the same command goes on."""
+    source = open_for_extraction(checkpoint, out)
+    if limit and not tier:
+        raise UsageError("--limit: name the drives with --tier")
+    drives = drive_requests(tier or [], limit or [], record_bytes=disk_bytes(source.record.n_bytes))
+    settings = Settings(
+        drives=drives, reserve_bytes=reserve_of(reserve), is_releasing=release_shards, is_journal_trusted=trust_journal, journal_every=journal_every
+    )
+    run_extraction(source, out, settings)
+
+
+def open_for_extraction(checkpoint: Path, out: Path) -> Checkpoint:
+    """Open a checkpoint, counting shards that an unfinished extraction has released, and say what it is."""
+    source = open_checkpoint(checkpoint, saved_headers=saved_headers(out))
+    for remark in source.facts.remarks:
+        note(f"remark: {remark}")
+    note(f"{checkpoint}: {source.facts.architecture}, {len(source.tensors)} tensors in {len(source.shards)} shards, read {source.read_mode}")
+    if source.vision_tensors:
+        note(f"left out: {len(source.vision_tensors)} vision tensors (images are not supported)")
+    return source
+
+
+def run_extraction(source: Checkpoint, out: Path, settings: Settings) -> None:
+    """Extract and say what was made."""
+    is_there = (out / MANIFEST_NAME).exists()
+    with ProgressLine() as progress:
+        manifest = extract(source, out, settings, on_progress=progress, on_remark=note)
+    if is_there:
+        say(f"{out / MANIFEST_NAME}: already extracted from this checkpoint; kprep verify-hashes proves its bytes")
+        return
+    say(f"spine    {out / manifest.spine.path}: {format_size(manifest.spine.n_bytes)}, xxh3-128 {manifest.spine.xxh3_128}")
+    for drive in manifest.drives:
+        n_files = int(drive.holds.sum())
+        directory = Manifest.drive_directory(drive, out / MANIFEST_NAME)
+        n_bytes = manifest.record.n_bytes
+        say(f"experts  {directory} (tier {drive.tier}): {n_files} files of {n_bytes} bytes, {format_size(n_files * n_bytes)}")
+    say(f"manifest {out / MANIFEST_NAME}: generation {manifest.generation}")

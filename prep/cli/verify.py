@@ -1,0 +1,71 @@
+"""kprep verify-hashes."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from layout.prepared import open_prepared
+from layout.sizes import format_size
+from layout.terminal import ProgressLine, note, say
+from manifests.errors import DamagedDataError, KtierError
+from prep.receipts import Receipts
+from prep.repair import describe_bad_record, repair
+from prep.selection import select_records
+from prep.verify import verify
+
+
+def verify_command(
+    manifest_path: Annotated[Path, typer.Argument(metavar="MANIFEST")],
+    drive: Annotated[str | None, typer.Option(metavar="D", help="Only this drive's experts: a directory, or a tier letter.")] = None,
+    layer: Annotated[list[int] | None, typer.Option(metavar="N", help="Only this layer's experts; may be repeated.")] = None,
+    sample: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only N experts, spread evenly over drives and layers.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Chooses the sample.")] = 0,
+    trust_receipts: Annotated[
+        bool, typer.Option("--trust-receipts", help="Keep receipts, and do not read a file again that looks as it did then.")
+    ] = False,
+    repair_them: Annotated[bool, typer.Option("--repair", help="Restore bad expert files from intact copies.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document in place of text.")] = False,
+) -> None:
+    """Read every file again, past the page cache, and name each one that is not what the manifest says."""
+    prepared = open_prepared(manifest_path)
+    selection = select_records(prepared, drive=drive, layers=layer or [], n_sample=sample, seed=seed)
+    receipts = Receipts(prepared)
+    if receipts.remark:
+        note(receipts.remark)
+    with ProgressLine() as progress:
+        findings = verify(prepared, selection, receipts=receipts, is_trusting=trust_receipts, on_progress=progress)
+    restored, lost = repair(prepared, findings) if repair_them else ([], findings.bad_records)
+    for record in restored:
+        receipts.add(record.drive, record.layer, record.expert)
+    if trust_receipts:
+        _keep(receipts)
+    if as_json:
+        bad = [dict(b._asdict(), drive=str(prepared.drive_directories[b.drive]), is_restored=b in restored) for b in findings.bad_records]
+        counts = {"n_records": findings.n_records, "n_trusted": findings.n_trusted, "n_bytes": findings.n_bytes}
+        say(json.dumps({**counts, "bad_records": bad, "bad_files": findings.bad_files}))
+    else:
+        for record in restored:
+            say(f"restored from an intact copy: layer {record.layer} expert {record.expert} on {prepared.drive_name(record.drive)}: {record.what}")
+        for record in lost:
+            say(describe_bad_record(prepared, record, findings))
+        for fault in findings.bad_files:
+            say(fault)
+    if lost or findings.bad_files:
+        raise DamagedDataError(f"{len(lost)} bad expert files and {len(findings.bad_files)} other bad files")
+    if not as_json:
+        trusted = f", {findings.n_trusted} more by their receipts" if findings.n_trusted else ""
+        n_all = sum(int(d.holds.sum()) for d in prepared.manifest.drives)
+        part = "" if selection.n_records == n_all else f" of {n_all}"
+        say(
+            f"{'restored; all else is' if restored else 'all'} intact: {findings.n_records}{part} expert files "
+            f"({format_size(findings.n_bytes)}{f' on {drive}' if drive else ''}{trusted}), spine, tokenizer, hash lists"
+        )
+
+
+def _keep(receipts: Receipts) -> None:
+    try:
+        receipts.save()
+    except KtierError as error:
+        note(f"no receipts were kept: {error}")
