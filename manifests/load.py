@@ -21,6 +21,7 @@ from manifests.errors import BadInputError
 from manifests.geometry import Geometry, geometry_from_dict
 from manifests.manifest import SCHEMA, Drive, Manifest, check_base
 from manifests.ranges import format_ranges, parse_ranges
+from manifests.seal import check_seal
 
 try:
     from yaml import CSafeLoader as _YamlLoader
@@ -50,6 +51,7 @@ def parse_manifest(text: str, *, where: str) -> Manifest:
     try:
         manifest = _manifest(_yaml_values(text))
         check_base(manifest)
+        check_seal(text)
     except BadInputError as error:
         raise BadInputError(f"{where}: {error}") from None
     return manifest

@@ -14,6 +14,7 @@ from manifests.errors import BadInputError, KtierError, NoSpaceError
 from manifests.load import load_manifest, parse_manifest
 from manifests.manifest import Manifest
 from manifests.ranges import format_ranges
+from manifests.seal import sealed
 
 _HEAD = """\
 # A model that kprep prepared: what it is, where its parts lie, and which drive holds which experts.
@@ -57,7 +58,7 @@ def write_manifest(path: Path, manifest: Manifest) -> Path:
         )
     if former:
         _keep_former(path, former)
-    _write_whole(path, text.encode())
+    _write_whole(path, sealed(text).encode())
     return path
 
 

@@ -15,6 +15,7 @@ from layout.holes import first_hole
 from layout.prepared import Prepared
 from layout.reader import Completion, Reader, ReadRequest
 from manifests.errors import DamagedDataError
+from manifests.seal import has_seal
 from prep.receipts import Receipts
 from prep.selection import Selection
 
@@ -61,6 +62,10 @@ def verify(prepared: Prepared, selection: Selection, *, receipts: Receipts, is_t
     # The spine is one long file, hashed in order: meanwhile the records keep the drives busy. An interrupted run does not wait for it.
     others = threading.Thread(target=lambda: bad_files.extend([*_verify_spine(prepared), *_verify_tokenizer(prepared)]), daemon=True)
     others.start()
+    if not has_seal(prepared.path.read_text()):
+        bad_files.append(
+            f"{prepared.path}: its last line, the hash of the others, is missing or damaged; kprep place with the same drives writes it anew"
+        )
     drive_lists = [fault for n in selection.drives for fault in _verify_drive_list(prepared, n)]
     n_bytes, records, n_records = prepared.record.n_bytes, [], 0
     trusted = {n: receipts.unchanged(n, selection.records[n]) if is_trusting else np.zeros_like(selection.records[n]) for n in selection.drives}

@@ -303,6 +303,8 @@ BAD_MANIFESTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
 def test_a_bad_manifest_is_refused_with_the_place_in_it(prepared_copy: Path, krun: Krun, fault: str) -> None:
     damage, parts = BAD_MANIFESTS[fault]
     manifest = prepared_copy / "manifest.yaml"
+    # As by hand: without the last line, which is the hash of the others and would be what is wrong.
+    manifest.write_text(manifest.read_text().partition("# sha256 of")[0])
     damage(manifest)
     refused(command("kprep", "verify-hashes", manifest), BAD_INPUT, str(manifest), *parts)
     refused(krun("generate", "-m", manifest, "--ids", "1", "--device", "cpu"), BAD_INPUT, str(manifest), *parts)

@@ -30,6 +30,7 @@ from manifests.manifest import (
     Tokenizer,
     check_base,
 )
+from manifests.seal import has_seal, sealed
 from manifests.store import history, manifest_text, next_generation, write_manifest
 
 EXAMPLE = Path(manifests.__file__).parent / "example.yaml"
@@ -217,7 +218,7 @@ def test_a_geometry_with_an_indexer_and_scattered_drives_comes_back(tmp_path):
     manifest = scattered_manifest(2)
     path = write_manifest(tmp_path / "manifest.yaml", manifest)
     assert_same(load_manifest(path), manifest)
-    assert manifest_text(load_manifest(path)) == path.read_text()
+    assert sealed(manifest_text(load_manifest(path))) == path.read_text()
 
 
 @pytest.mark.parametrize("text", ["\u2028", "\x85", "\ufeff", "\x00", "\x7f", "😀", " a: #b ", "no", "\t", "'", "%", "日本", "\xa0"])
@@ -429,7 +430,7 @@ def test_the_first_generation_is_1_and_leaves_no_history(tmp_path):
     path = tmp_path / "manifest.yaml"
     assert next_generation(path) == 1
     assert write_manifest(path, small_manifest()) == path
-    assert path.read_text() == SMALL_TEXT
+    assert path.read_text() == sealed(SMALL_TEXT)
     assert os.listdir(tmp_path) == ["manifest.yaml"]
     assert history(path) == []
     assert next_generation(path) == 2
@@ -455,7 +456,7 @@ def test_a_generation_that_does_not_follow_is_refused(tmp_path, generation):
     path = write_manifest(tmp_path / "manifest.yaml", small_manifest())
     with pytest.raises(KtierError, match=f"is generation {generation}, expected 2: another command has written in between"):
         write_manifest(path, replace(small_manifest(), generation=generation))
-    assert path.read_text() == SMALL_TEXT
+    assert path.read_text() == sealed(SMALL_TEXT)
     assert os.listdir(tmp_path) == ["manifest.yaml"]
 
 
@@ -486,7 +487,7 @@ def test_a_copy_with_the_same_number_and_other_bytes_is_not_overwritten(tmp_path
     copy.write_text("other")
     with pytest.raises(KtierError, match=r"000001\.yaml: differs from"):
         write_manifest(path, replace(small_manifest(), generation=2))
-    assert copy.read_text() == "other" and path.read_text() == SMALL_TEXT
+    assert copy.read_text() == "other" and path.read_text() == sealed(SMALL_TEXT)
 
 
 def test_a_manifest_that_could_not_be_loaded_is_not_published(tmp_path):
@@ -510,7 +511,7 @@ def test_the_old_manifest_stays_when_the_partial_file_cannot_be_opened(tmp_path)
     (tmp_path / "manifest.yaml.partial").mkdir()
     with pytest.raises(KtierError, match=r"manifest\.yaml: cannot be written: .*Is a directory.*the former file is unharmed"):
         write_manifest(path, replace(small_manifest(), generation=2))
-    assert path.read_text() == SMALL_TEXT
+    assert path.read_text() == sealed(SMALL_TEXT)
     # The history copy of this failed write is the present manifest itself, so there is nothing to return to.
     assert history(path) == []
     (tmp_path / "manifest.yaml.partial").rmdir()
@@ -523,7 +524,7 @@ def test_a_full_disk_is_named_and_leaves_the_old_manifest(tmp_path):
     (tmp_path / "manifest.yaml.partial").symlink_to("/dev/full")
     with pytest.raises(NoSpaceError, match="No space left on device"):
         write_manifest(path, replace(small_manifest(), generation=2))
-    assert path.read_text() == SMALL_TEXT
+    assert path.read_text() == sealed(SMALL_TEXT)
     assert sorted(os.listdir(tmp_path)) == ["manifest.history", "manifest.yaml"]
 
 
@@ -531,7 +532,7 @@ def test_a_partial_file_of_a_killed_run_is_in_nobodys_way(tmp_path):
     path = tmp_path / "manifest.yaml"
     (tmp_path / "manifest.yaml.partial").write_text("x" * 100_000)
     write_manifest(path, small_manifest())
-    assert path.read_text() == SMALL_TEXT
+    assert path.read_text() == sealed(SMALL_TEXT)
     assert os.listdir(tmp_path) == ["manifest.yaml"]
 
 
@@ -545,7 +546,7 @@ def test_an_interrupt_removes_the_partial_file_and_leaves_the_old_manifest(tmp_p
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(os, step, interrupt)
         write_manifest(path, replace(small_manifest(), generation=2))
-    assert path.read_text() == SMALL_TEXT
+    assert path.read_text() == sealed(SMALL_TEXT)
     assert not list(tmp_path.rglob("*.partial"))
 
 
@@ -590,3 +591,22 @@ def test_says_how_long_82432_experts_in_three_copies_take_to_load(tmp_path):
         seconds.append(time.perf_counter() - start)
     kind = "libyaml" if hasattr(yaml, "CSafeLoader") else "plain Python YAML"
     print(f"{path.stat().st_size} bytes of manifest load in {min(seconds):.3f} s ({kind}), expected under 0.5 s")
+
+
+@pytest.mark.parametrize("at", range(0, len(SMALL_TEXT) + 90, 37))
+def test_a_byte_that_changes_in_a_written_manifest_is_noticed_or_breaks_the_seal(tmp_path, at):
+    path = write_manifest(tmp_path / "manifest.yaml", small_manifest())
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    try:
+        load_manifest(path)
+    except BadInputError:
+        return
+    assert not has_seal(path.read_text())
+
+
+def test_a_manifest_without_a_seal_is_read_and_with_a_wrong_one_refused(tmp_path):
+    assert parse_manifest(SMALL_TEXT, where="m").generation == small_manifest().generation
+    with pytest.raises(BadInputError, match="a byte has changed"):
+        parse_manifest(sealed(SMALL_TEXT).replace("generation: 1", "generation: 2"), where="m")
