@@ -131,6 +131,7 @@ def open_checkpoint(directory: Path, *, saved_headers: Mapping[str, Path] = Mapp
 
 def read_json(path: Path, *, default: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
     """Return the JSON object in a file. Raises BadInputError unless `default` stands in for a missing file."""
+    _check_regular(path)
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -142,6 +143,11 @@ def read_json(path: Path, *, default: Mapping[str, Any] | None = None) -> Mappin
     if not isinstance(value, dict):
         raise BadInputError(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value
+
+
+def _check_regular(path: Path) -> None:
+    if path.exists() and not path.is_file():
+        raise BadInputError(f"{path.name}: is no regular file; fetch it again")
 
 
 def _weight_map(directory: Path) -> dict[str, str] | None:
@@ -178,6 +184,7 @@ def _read_shards(
 
 
 def _read_shard(path: Path, number: int, *, is_released: bool) -> tuple[Shard, dict[str, Tensor]]:
+    _check_regular(path)
     try:
         with path.open("rb") as file:
             n_bytes = file.seek(0, 2)

@@ -1,5 +1,6 @@
 """Work over many items in a few threads, with results as they come and a clean end on the first error or on Ctrl-C."""
 
+import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from queue import SimpleQueue
@@ -36,8 +37,7 @@ def run_parallel(items: Iterable[Item], make_worker: Callable[[], Callable[[Item
     n_running = n_workers
     try:
         # Within the try: an interrupt right after the start must wait for the threads, too.
-        for thread in threads:
-            thread.start()
+        start_threads(threads)
         while n_running:
             kind, value = done.get()
             if kind == "error":
@@ -50,5 +50,15 @@ def run_parallel(items: Iterable[Item], make_worker: Callable[[], Callable[[Item
     finally:
         is_stopped.set()
         for thread in threads:
-            if thread.ident is not None:
+            if thread.is_alive():
                 thread.join()
+
+
+def start_threads(threads: Iterable[threading.Thread]) -> None:
+    """Start all threads, Ctrl-C held back meanwhile: in the middle of a start it would leave a thread that nobody can wait for."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        for thread in threads:
+            thread.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from layout.direct import Extent, ReadMode, read_extent
+from layout.parallel import start_threads
 from manifests.errors import DamagedDataError
 
 NAME = "preadv threads"
@@ -51,8 +52,7 @@ class Reader:
             for drive, depth in enumerate(depths)
             for n in range(depth)
         ]
-        for thread in self._threads:
-            thread.start()
+        start_threads(self._threads)
 
     def submit(self, request: ReadRequest) -> None:
         self._inboxes[request.drive].put(request)

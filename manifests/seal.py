@@ -23,6 +23,6 @@ def check_seal(text: str) -> None:
     """Raise BadInputError if the text has a seal that is not its own."""
     if has_seal(text) and sealed(text[: text.rindex(SEAL)]) != text:
         raise BadInputError(
-            "the hash in its last line is not that of the lines above: a byte has changed. If you edited the file on purpose, remove that line; "
-            "else return to a copy in manifest.history"
+            "the hash in its last line is not that of the lines above: a byte has changed. If you edited the file on purpose, "
+            "remove that line, and let kprep place with the same drives write it anew; else return to a copy in manifest.history"
         )

@@ -5,6 +5,7 @@ first, the journal vouches for what is durable, and the manifest comes last: wit
 goes on and ends with the same bytes.
 """
 
+import dataclasses
 import datetime
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +28,7 @@ from manifests.errors import BadInputError, DamagedDataError, UsageError, listed
 from manifests.load import load_manifest
 from manifests.manifest import BASE_TIERS, CarriedFile, HashList, Manifest, Record, Source, SourceFile, Spine, Tokenizer
 from manifests.ranges import format_ranges
-from manifests.store import write_manifest
+from manifests.store import next_generation, write_manifest
 from prep.drive_facts import drive_text, manifest_drive
 from prep.journal import JOURNAL_NAME, Journal, JournalDrive, SpineEntry
 from prep.release import Releaser
@@ -71,14 +72,20 @@ class Settings:
 def extract(checkpoint: Checkpoint, out: Path, settings: Settings, *, on_progress: Progress, on_remark: Remark) -> Manifest:
     """Write everything that a checkpoint becomes and return the manifest, which is written last.
 
-    A finished output of the same checkpoint is returned as it is; an unfinished one is completed. Raises BadInputError on a directory that holds
-    anything else, NoSpaceError where the work cannot end (or go on) with the reserve kept.
+    A finished output of the same checkpoint is returned, its spine and small files restored if they are damaged. An unfinished one is completed.
+    Raises BadInputError on a directory that holds anything else, NoSpaceError where the work cannot end (or go on) with the reserve kept.
     """
     if (finished := finished_manifest(checkpoint, out)) is not None:
-        return finished
+        _check_still_there(finished, out, settings)
+        return _restored(checkpoint, out, finished, on_progress, on_remark)
     if holes := find_holes(checkpoint):
         raise BadInputError(listed(holes, f"{checkpoint.directory}: holes are no data; the download is incomplete:"))
     end_ids = end_ids_of(checkpoint.config, read_json(checkpoint.directory / "generation_config.json", default={}))
+    if strays := [i for i in end_ids if not 0 <= i < checkpoint.geometry.vocab_size]:
+        most = checkpoint.geometry.vocab_size - 1
+        raise BadInputError(
+            f"{checkpoint.directory}: eos_token_id in generation_config.json or config.json is token {strays[0]}, expected 0 to {most}"
+        )
     carried = small_files(checkpoint.directory)
     _check_new_or_ours(out)
     requests = _requests(settings, out)
@@ -106,6 +113,48 @@ def finished_manifest(checkpoint: Checkpoint, out: Path) -> Manifest | None:
     if manifest.source.digest != checkpoint.digest:
         raise BadInputError(f"{out}: holds the output of another checkpoint ({manifest.source.digest}); name a new or empty directory")
     return manifest
+
+
+def _check_still_there(manifest: Manifest, out: Path, settings: Settings) -> None:
+    """Raise UsageError if drives are asked for that a finished output does not have."""
+    found = [(d.tier, Manifest.drive_directory(d, out / MANIFEST_NAME).resolve()) for d in manifest.drives]
+    if settings.drives and [(r.tier, r.directory.resolve()) for r in settings.drives] != found:
+        raise UsageError(f"{out}: is extracted already, onto other drives; kprep place {out / MANIFEST_NAME} with these --tier flags moves it")
+
+
+def _restored(checkpoint: Checkpoint, out: Path, manifest: Manifest, on_progress: Progress, on_remark: Remark) -> Manifest:
+    """Write a finished output's spine and small files anew where they are not what the manifest says, and return the manifest that is true then."""
+    carried = _carry_files(small_files(checkpoint.directory), out / manifest.tokenizer.directory)
+    spine, path = manifest.spine, out / manifest.spine.path
+    if not _is_spine(path, spine):
+        on_remark(f"{path}: not what the manifest says; it is written anew")
+        directories = [drive.directory for drive in manifest.drives]
+        made = write_spine(checkpoint, path, expert_directories=directories, on_progress=on_progress)
+        spine = Spine(manifest.spine.path, made.n_bytes, made.xxh3_128)
+    tokenizer = Tokenizer(manifest.tokenizer.directory, carried)
+    if (spine, tokenizer) == (manifest.spine, manifest.tokenizer):
+        return manifest
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    manifest = dataclasses.replace(manifest, spine=spine, tokenizer=tokenizer, generation=next_generation(out / MANIFEST_NAME), created=now)
+    write_manifest(out / MANIFEST_NAME, manifest)
+    return manifest
+
+
+def _is_spine(path: Path, spine: Spine) -> bool:
+    try:
+        return first_hole(path) is None and xxh3_128_of_file(path, spine.n_bytes) == spine.xxh3_128
+    except (OSError, DamagedDataError):
+        return False
+
+
+def is_finished_and_gone(checkpoint: Path, out: Path) -> bool:
+    """Return whether `out` is the finished output of a checkpoint, by its config.json, whose shards with experts are no longer all there."""
+    config = checkpoint / "config.json"
+    if not (out / MANIFEST_NAME).exists() or not config.is_file():
+        return False
+    manifest = load_manifest(out / MANIFEST_NAME)
+    is_ours = CarriedFile("config.json", config.stat().st_size, xxh3_128_hex(config.read_bytes())) in manifest.tokenizer.files
+    return is_ours and any(not (checkpoint / file.name).exists() for file in manifest.source.files if file.expert_layers)
 
 
 def _check_new_or_ours(out: Path) -> None:

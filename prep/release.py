@@ -19,6 +19,7 @@ from layout.tensors import expert_tensor_names, is_vision
 from layout.writer import sync_directory, write_bytes
 from manifests.errors import DamagedDataError
 from prep.journal import Journal, released_shards
+from prep.room import can_release
 
 HEADERS_DIRECTORY = "extract.headers"
 
@@ -83,6 +84,9 @@ class Releaser:
         path = checkpoint.directory / shard.name
         names = [name for name, tensor in checkpoint.tensors.items() if tensor.shard == number]
         if not path.exists():
+            return
+        if not can_release(path):
+            self._on_remark(f"{shard.name} stays: it is a link, or has another name; removing it would free nothing")
             return
         if any(map(is_vision, names)):
             self._on_remark(f"{shard.name} stays: it holds vision tensors, which were not taken over")

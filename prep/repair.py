@@ -1,9 +1,15 @@
 """What to do about bad records: say where an intact copy is, and restore from it."""
 
-from layout.direct import aligned_buffer, probe_directory, span_bytes
+from pathlib import Path
+
+from layout.checkpoint import Checkpoint
+from layout.direct import aligned_buffer, probe_directory, read_extent, round_up, span_bytes
+from layout.gather import gather_record
+from layout.hash_lists import xxh3_128_hex
 from layout.prepared import Prepared
-from layout.writer import sync_directory
-from manifests.errors import DamagedDataError
+from layout.reader import check_hash
+from layout.writer import sync_directory, write_record
+from manifests.errors import BadInputError, DamagedDataError
 from manifests.ranges import parse_ranges
 from prep.copying import Sources, copy_expert
 from prep.verify import BadRecord, Findings
@@ -22,7 +28,7 @@ def describe_bad_record(prepared: Prepared, bad: BadRecord, findings: Findings) 
         cure = f"a copy that was not read now is on {', '.join(map(prepared.drive_name, unread))}; kprep verify-hashes --repair tries it"
     else:
         shards = " or ".join(_shards_of(prepared, bad.layer))
-        cure = f"no other copy is intact; fetch {shards} again and extract anew"
+        cure = f"no other copy is intact; fetch {shards} again, then kprep verify-hashes --repair --checkpoint DIR restores it"
     serials = ", ".join(device.serial for device in prepared.manifest.drives[bad.drive].devices if device.serial)
     device = f" (drive serial {serials})" if serials else ""
     return f"layer {bad.layer} expert {bad.expert} on {prepared.drive_name(bad.drive)}: {bad.what}{device}\n    {cure}"
@@ -35,26 +41,51 @@ def _shards_of(prepared: Prepared, layer: int) -> list[str]:
     return [f.name for f in files if f.expert_layers and parse_ranges(f.expert_layers, n_layers, where=f.name)[layer]]
 
 
-def repair(prepared: Prepared, findings: Findings) -> tuple[list[BadRecord], list[BadRecord]]:
-    """Restore bad records from intact copies; return those restored and those for which no copy is intact."""
+def repair(prepared: Prepared, findings: Findings, checkpoint: Checkpoint | None) -> tuple[list[BadRecord], list[BadRecord]]:
+    """Restore bad records from intact copies, or else from the checkpoint; return those restored and those for which there is neither.
+
+    Raises BadInputError if the checkpoint is another than the one that was extracted.
+    """
+    if checkpoint is not None and checkpoint.digest != prepared.manifest.source.digest:
+        raise BadInputError(f"{checkpoint.directory}: is not the checkpoint that {prepared.path} was extracted from")
     holds = [drive.holds.copy() for drive in prepared.manifest.drives]
     for bad in findings.bad_records:
         holds[bad.drive][bad.layer, bad.expert] = False
     sources = Sources(prepared, holds)
-    restored, lost = [], []
+    restored: list[BadRecord] = []
+    lost: list[BadRecord] = []
     for bad in findings.bad_records:
         directory = prepared.drive_directories[bad.drive]
-        if not directory.is_dir() or not any(h[bad.layer, bad.expert] for h in holds):
-            lost.append(bad)
-            continue
-        mode = probe_directory(directory)
-        buffer = aligned_buffer(span_bytes(prepared.record.n_bytes, max(mode.alignment, sources.alignment)))
-        try:
-            copy_expert(sources, bad.layer, bad.expert, directory=directory, mode=mode, buffer=buffer)
-        except DamagedDataError:
-            # The copies on drives that were not verified just now may be bad too.
-            lost.append(bad)
-            continue
-        sync_directory(directory)
-        restored.append(bad)
+        is_done = directory.is_dir() and (_from_copy(sources, bad, directory) or (checkpoint is not None and _from_shard(prepared, checkpoint, bad)))
+        (restored if is_done else lost).append(bad)
     return restored, lost
+
+
+def _from_copy(sources: Sources, bad: BadRecord, directory: Path) -> bool:
+    mode = probe_directory(directory)
+    buffer = aligned_buffer(span_bytes(sources.prepared.record.n_bytes, max(mode.alignment, sources.alignment)))
+    try:
+        copy_expert(sources, bad.layer, bad.expert, directory=directory, mode=mode, buffer=buffer)
+    except DamagedDataError:
+        # There is no other copy, or those on drives that were not verified just now are bad too.
+        return False
+    sync_directory(directory)
+    return True
+
+
+def _from_shard(prepared: Prepared, checkpoint: Checkpoint, bad: BadRecord) -> bool:
+    n_bytes, extent = prepared.record.n_bytes, prepared.expert_extent(bad.drive, bad.layer, bad.expert)
+    mode = probe_directory(extent.path.parent)
+    incoming = aligned_buffer(span_bytes(n_bytes, max(mode.alignment, checkpoint.read_mode.alignment)))
+    outgoing = aligned_buffer(round_up(n_bytes, mode.alignment))
+    gather_record(checkpoint, bad.layer, bad.expert, incoming=incoming, outgoing=outgoing)
+    expected = prepared.hashes.get(bad.layer, bad.expert)
+    if xxh3_128_hex(outgoing[:n_bytes]) != expected:
+        return False
+
+    def prove(partial: Path) -> None:
+        check_hash(extent, read_extent(extent._replace(path=partial), incoming, mode), expected)
+
+    write_record(extent.path, outgoing, n_bytes, mode, check=prove)
+    sync_directory(extent.path.parent)
+    return True

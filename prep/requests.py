@@ -31,6 +31,10 @@ def check_requests(requests: Sequence[DriveRequest]) -> None:
         raise UsageError("--tier: name at least one drive of tier A or B; together they hold the base, one copy of every expert")
     seen: set[Path] = set()
     for request in requests:
+        try:
+            str(request.directory.resolve()).encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"--tier {request.tier}={request.directory!a}: the path is not UTF-8, which a manifest cannot hold; rename it") from None
         if not request.directory.is_dir():
             raise UsageError(f"--tier {request.tier}={request.directory}: no such directory; make it, on the drive that you mean")
         if request.directory.resolve() in seen:

@@ -15,6 +15,7 @@ from layout.record import expert_file_name
 from layout.sizes import format_size
 from layout.tensors import expert_tensor_names
 from manifests.errors import NoSpaceError
+from prep.drive_facts import drive_text
 from prep.placement_plan import Candidate, plan_base
 from prep.requests import DriveRequest, disk_bytes
 from prep.spine import spine_bytes
@@ -31,7 +32,7 @@ class Room:
         self._home = out
         self._lock, self._in_flight = threading.Lock(), defaultdict[int, int](int)
         self._reserves = {device(path): default_reserve(path) if reserve_bytes is None else reserve_bytes for path in self._paths.values()}
-        self.spine_bytes = spine_bytes(checkpoint, expert_directories=[str(r.directory) for r in requests])
+        self.spine_bytes = spine_bytes(checkpoint, expert_directories=[drive_text(r.directory, out) for r in requests])
         self.record_bytes = disk_bytes(checkpoint.record.n_bytes)
 
     def plan_base(self, *, is_releasing: bool) -> list[np.ndarray]:
@@ -79,7 +80,7 @@ class Room:
             free -= self.spine_bytes
         if is_releasing and number == device(self._checkpoint.directory):
             # The shards make room as the work goes on; whether it comes in time is for `check` to say.
-            free += sum(shard.n_bytes for shard in self._checkpoint.shards)
+            free += sum(shard.n_bytes for shard in self._checkpoint.shards if can_release(self._checkpoint.directory / shard.name))
         return max(0, free // self.record_bytes)
 
     def check(self, missing: Sequence[Place], home: np.ndarray, *, needs_spine: bool, is_releasing: bool) -> None:
@@ -106,13 +107,13 @@ class Room:
         last = {shard: n for n, shard in enumerate(shards)}
         if is_releasing:
             kept = {checkpoint.tensors[name].shard for name in checkpoint.vision_tensors}
-            at_once = (s.n_bytes for n, s in enumerate(checkpoint.shards) if n not in last and n not in kept and s.name not in checkpoint.released)
-            used[source] -= sum(at_once)
+            idle = (s for n, s in enumerate(checkpoint.shards) if n not in last and n not in kept)
+            used[source] -= sum(s.n_bytes for s in idle if can_release(checkpoint.directory / s.name))
         for n, place in enumerate(missing):
             number = device(self._paths[self._requests[home[place]].directory])
             used[number] += max(0, self.record_bytes - _disk_bytes_of(self._requests[home[place]].directory / expert_file_name(*place)))
             peaks[number] = max(peaks[number], used[number])
-            if is_releasing and last[shards[n]] == n:
+            if is_releasing and last[shards[n]] == n and can_release(checkpoint.directory / checkpoint.shards[shards[n]].name):
                 used[source] -= checkpoint.shards[shards[n]].n_bytes
         return {number: peak for number, peak in peaks.items() if peak > 0}
 
@@ -133,6 +134,11 @@ class Room:
         finally:
             with self._lock:
                 self._in_flight[number] -= n_bytes
+
+
+def can_release(shard: Path) -> bool:
+    """Return whether removing a shard frees its bytes: a link to it would go and the bytes would stay."""
+    return shard.exists() and not shard.is_symlink() and shard.stat().st_nlink == 1
 
 
 def _disk_bytes_of(path: Path) -> int:

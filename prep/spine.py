@@ -167,7 +167,7 @@ def _keys(checkpoint: Checkpoint, expert_directories: list[str]) -> dict[str, An
         **{f"expert_directory.{name}": directory for name, directory in named.items()},
     }
     model = {f"{ARCHITECTURE}.{key}": value for key, value in _model_keys(facts.geometry).items()}
-    return {"general.name": checkpoint.directory.resolve().name, **model, **{f"ktier.{key}": value for key, value in own.items()}}
+    return {"general.name": facts.architecture, **model, **{f"ktier.{key}": value for key, value in own.items()}}
 
 
 def _model_keys(g: Geometry) -> dict[str, Any]:

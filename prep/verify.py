@@ -20,6 +20,7 @@ from prep.receipts import Receipts
 from prep.selection import Selection
 
 DEPTH = 4
+CURE = "kprep extract with the same checkpoint and output restores it"
 Progress = Callable[[str, int, int], None]
 
 
@@ -161,13 +162,13 @@ def _verify_spine(prepared: Prepared) -> Iterator[str]:
     try:
         found = xxh3_128_of_file(prepared.spine_path, spine.n_bytes)
     except OSError as error:
-        yield f"{prepared.spine_path}: cannot be read: {error.strerror}; extract anew"
+        yield f"{prepared.spine_path}: cannot be read: {error.strerror}; {CURE}"
         return
     except DamagedDataError as error:
-        yield f"{prepared.spine_path}: {error}; extract anew"
+        yield f"{prepared.spine_path}: {error}; {CURE}"
         return
     if found != spine.xxh3_128:
-        yield f"{prepared.spine_path}: xxh3-128 {found} differs from the manifest's {spine.xxh3_128}; extract anew"
+        yield f"{prepared.spine_path}: xxh3-128 {found} differs from the manifest's {spine.xxh3_128}; {CURE}"
 
 
 def _verify_tokenizer(prepared: Prepared) -> Iterator[str]:
@@ -176,7 +177,7 @@ def _verify_tokenizer(prepared: Prepared) -> Iterator[str]:
         try:
             found = xxhash.xxh3_128_hexdigest(path.read_bytes())
         except OSError as error:
-            yield f"{path}: cannot be read: {error.strerror}; copy it from the checkpoint"
+            yield f"{path}: cannot be read: {error.strerror}; {CURE}"
             continue
         if found != file.xxh3_128:
-            yield f"{path}: xxh3-128 {found} differs from the manifest's {file.xxh3_128}; copy it from the checkpoint"
+            yield f"{path}: xxh3-128 {found} differs from the manifest's {file.xxh3_128}; {CURE}"

@@ -28,7 +28,7 @@ from runtime.kernels.rows import Arithmetic
 from runtime.memory import AUTO
 from runtime.report import statistics, statistics_lines
 from runtime.sampler import Sampler
-from runtime.tensor_files import parse_ids, read_ids, read_logits, write_logits
+from runtime.tensor_files import check_writable, parse_ids, read_ids, read_logits, same_shape, write_logits
 from runtime.tokens import TextStream, Tokenizer, load_tokenizer
 
 # The main thread waits for reader threads; with the default 5 ms it would learn of a finished read 5 ms late whenever it is at work itself.
@@ -38,9 +38,10 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 
 ManifestOption = Annotated[Path, typer.Option("-m", "--manifest", metavar="MANIFEST", help="manifest.yaml, or the directory that holds it.")]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu or cuda; without it cuda where there is one.")]
-VramOption = Annotated[str, typer.Option(metavar="SIZE", help="Records kept on the device: 27.5GB, 512MB, 16slots, or auto.")]
-HostOption = Annotated[str, typer.Option(metavar="SIZE", help="Records kept in host memory, on their way and after: a size, or auto.")]
-VerifyOption = Annotated[int, typer.Option(metavar="N", min=0, help="Check the hash of every Nth record that is read; 0 for none.")]
+VERIFY_EVERY = 16
+VRAM_OPTION = typer.Option(metavar="SIZE", help="Records kept on the device: 27.5GB, 512MB, 16slots, or auto.")
+HOST_OPTION = typer.Option(metavar="SIZE", help="Records kept in host memory, on their way and after: a size, or auto.")
+VERIFY_OPTION = typer.Option(metavar="N", min=0, help="Check the hash of every Nth record that is read; 0 for none.")
 
 
 def main() -> None:
@@ -66,12 +67,12 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that reach this probability together.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes a drawn text repeatable.")] = None,
     device: DeviceOption = None,
-    vram_cache: VramOption = AUTO,
-    host_pool: HostOption = AUTO,
+    vram_cache: Annotated[str, VRAM_OPTION] = AUTO,
+    host_pool: Annotated[str, HOST_OPTION] = AUTO,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens per piece of the prompt pass.")] = DEFAULT_CHUNK,
     exact_prefill: Annotated[bool, typer.Option("--exact-prefill", help="Use the decode arithmetic in the prompt pass too.")] = False,
     cold: Annotated[bool, typer.Option("--cold", help="Drop cached file pages first, and both caches after the prompt pass.")] = False,
-    verify_reads: VerifyOption = 16,
+    verify_reads: Annotated[int, VERIFY_OPTION] = VERIFY_EVERY,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document with ids, text and statistics.")] = False,
 ) -> None:
     """Continue a prompt."""
@@ -144,9 +145,9 @@ def score(
     chunk: Annotated[int | None, typer.Option(min=1, help="Tokens per piece; without it the text in one piece.")] = None,
     context: Annotated[int | None, typer.Option("-c", "--context", help="Most tokens of the text.")] = None,
     device: DeviceOption = None,
-    vram_cache: VramOption = AUTO,
-    host_pool: HostOption = AUTO,
-    verify_reads: VerifyOption = 16,
+    vram_cache: Annotated[str | None, VRAM_OPTION] = None,
+    host_pool: Annotated[str | None, HOST_OPTION] = None,
+    verify_reads: Annotated[int | None, VERIFY_OPTION] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Write the logits of every position of a text, and compare them with others."""
@@ -158,23 +159,31 @@ def score(
         raise UsageError("give --out, --against, or both: else the logits would go nowhere")
     if arithmetic not in [a.value for a in Arithmetic]:
         raise UsageError(f"--arithmetic {arithmetic}: expected {' or '.join(a.value for a in Arithmetic)}")
+    if out is not None:
+        check_writable(out)
     text = read_ids(ids_file, key)
+    other = None if against is None else read_logits(against)
     kind = Arithmetic(arithmetic)
     if manifest is not None:
-        with Engine(manifest, Options(device, vram_cache, host_pool, context, verify_reads=verify_reads), on_remark=note) as engine:
-            for line in engine.effective():
+        options = Options(device, vram_cache or AUTO, host_pool or AUTO, context, verify_reads=VERIFY_EVERY if verify_reads is None else verify_reads)
+        with Engine(manifest, options, on_remark=note) as engine:
+            pieces = "in one piece" if chunk is None else f"in pieces of {chunk}"
+            for line in engine.effective(f"{arithmetic} arithmetic, the text {pieces}"):
                 note(line)
             logits = engine.score(text, arithmetic=kind, chunk=chunk)
             facts = {"model": engine.prepared.manifest.source.digest, "weights": "spine Q8_0, experts MXFP4"}
     else:
         assert checkpoint is not None
+        given = {"--vram-cache": vram_cache, "--host-pool": host_pool, "--verify-reads": verify_reads}
+        if idle := [flag for flag, value in given.items() if value is not None]:
+            raise UsageError(f"{', '.join(idle)}: without effect with --checkpoint, which holds one expert at a time; leave it out")
         logits, facts = _score_checkpoint(checkpoint, text, kind, chunk, context, device)
     facts |= {"arithmetic": arithmetic, "ids_file": ids_file.name, "key": key}
     if out is not None:
         write_logits(out, logits, facts)
         note(f"{out}: logits of {len(text)} positions, {facts['weights']}, {arithmetic} arithmetic")
-    if against is not None:
-        result = compare_logits(logits, read_logits(against, tuple(logits.shape)))
+    if against is not None and other is not None:
+        result = compare_logits(logits, same_shape(other, logits, against))
         if as_json:
             say(json.dumps(result._asdict()))
         else:

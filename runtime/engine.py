@@ -13,10 +13,11 @@ from torch import Tensor
 
 from layout.checkpoint import Checkpoint
 from layout.direct import Extent, aligned_buffer, span_bytes
+from layout.hash_lists import xxh3_128_hex
 from layout.prepared import Copies, Prepared, find_copies, open_prepared
 from layout.reader import Reader, ReadRequest
 from layout.record import record_layout
-from manifests.errors import BadInputError, DeviceError, UsageError
+from manifests.errors import BadInputError, DamagedDataError, DeviceError, UsageError
 from manifests.geometry import Geometry
 from runtime.experts import CheckpointRecords, StreamedExperts
 from runtime.kernels.rows import Arithmetic, forbid_tf32
@@ -26,7 +27,7 @@ from runtime.sampler import Sampler
 from runtime.state import State, initial_state
 from runtime.stats import new_counts
 from runtime.store import Store
-from runtime.weights import CheckpointWeights, SpineWeights, load_spine
+from runtime.weights import CURE, CheckpointWeights, SpineWeights, load_spine
 
 DEFAULT_CONTEXT = 4096
 DEFAULT_CHUNK = 512
@@ -82,7 +83,7 @@ def context_limit(geometry: Geometry, asked: int | None) -> int:
         return min(most, DEFAULT_CONTEXT)
     if asked < 1 or asked > most:
         why = ""
-        if geometry.indexer is not None and most == geometry.indexer.top_k:
+        if asked > most and geometry.indexer is not None and most == geometry.indexer.top_k:
             why = f": beyond {most} tokens the model attends to selected positions only, which is not implemented, and dense attention would be wrong"
         raise UsageError(f"-c {asked}: the context of this model here is 1 to {most} tokens{why}")
     return asked
@@ -95,6 +96,7 @@ class Engine:
         forbid_tf32()
         self.options, self.device = options, choose_device(options.device)
         self.prepared: Prepared = open_prepared(manifest)
+        _check_tokenizer(self.prepared)
         self.context = context_limit(self.geometry, options.context)
         self._copies = _usable_copies(self.prepared, on_remark)
         # What cannot be had is refused before the spine is read.
@@ -133,14 +135,14 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.store.close()
 
-    def effective(self) -> list[str]:
-        """Return what the run's settings became, one line each."""
+    def effective(self, how: str | None = None) -> list[str]:
+        """Return what the run's settings became, one line each; `how` says what is computed if it is no prompt pass."""
         modes = ", ".join(sorted({str(mode) for mode in self.store.modes}))
         prompt = "decode arithmetic" if self.options.is_exact_prefill else f"prompt arithmetic in chunks of {self.options.chunk}"
         drives = ", ".join(self.prepared.drive_name(n) for n in range(len(self.prepared.manifest.drives)))
         verified = f"1 read in {self.options.verify_reads} hashed" if self.options.verify_reads else "reads not hashed"
         return [
-            f"device {self.device}, plain torch {torch.__version__}, float32; {prompt}; context {self.context}",
+            f"device {self.device}, plain torch {torch.__version__}, float32; {how or prompt}; context {self.context}",
             f"drives {drives}; read {modes}; {verified}",
             str(self.vram),
             str(self.host),
@@ -231,6 +233,15 @@ def check_ids(ids: list[int], geometry: Geometry, context: int) -> None:
     if len(ids) > context:
         longer = f"-c may be at most {geometry.max_context} here" if context < geometry.max_context else "shorten the prompt"
         raise BadInputError(f"the prompt has {len(ids)} tokens, but the context is {context}; {longer}")
+
+
+def _check_tokenizer(prepared: Prepared) -> None:
+    """Raise DamagedDataError unless the small files are those that were taken from the checkpoint: another vocabulary gives wrong text in silence."""
+    for file in prepared.manifest.tokenizer.files:
+        path = prepared.tokenizer_directory / file.name
+        found = xxh3_128_hex(path.read_bytes()) if path.is_file() else "nothing"
+        if found != file.xxh3_128:
+            raise DamagedDataError(f"{path}: xxh3-128 {found} differs from the manifest's {file.xxh3_128}; {CURE}")
 
 
 def _usable_copies(prepared: Prepared, on_remark: Callable[[str], None]) -> Copies:

@@ -17,7 +17,7 @@ def statistics(engine: Engine, *, n_generated: int, process_wall_s: float, flat_
     efficiency = decode.read_bytes / decode_s / flat_out if flat_out and decode_s > 0 and decode.read_bytes else None
     return {
         "steady_decode_tok_per_s": (n_generated - 1) / steady_s if n_generated > 1 else None,
-        "generation_tok_per_s": n_generated / decode_s if decode_s > 0 else None,
+        "generation_tok_per_s": n_generated / decode_s if n_generated > 1 else None,
         "prompt_pass_s": prompt_s,
         "prompt_pass_tok_per_s": timing.n_prompt / prompt_s,
         "process_wall_s": process_wall_s,

@@ -1,15 +1,15 @@
 """Token numbers and logits in safetensors files."""
 
+import re
 from pathlib import Path
 
-import numpy as np
 import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from layout.writer import write_bytes
-from manifests.errors import BadInputError
+from manifests.errors import BadInputError, UsageError
 
 LOGITS_KEY = "logits"
 
@@ -22,17 +22,28 @@ def read_ids(path: Path, key: str) -> list[int]:
     return [int(i) for i in ids.tolist()]
 
 
-def read_logits(path: Path, shape: tuple[int, ...]) -> Tensor:
-    """Return float32 logits of the given shape. Raises BadInputError if they are of another text or vocabulary."""
-    logits = _read(path, LOGITS_KEY)
-    if tuple(logits.shape) != shape:
-        raise BadInputError(f"{path}: {LOGITS_KEY} is {list(logits.shape)}, expected {list(shape)}: was it made from the same text and vocabulary?")
-    return logits.float()
+def read_logits(path: Path) -> Tensor:
+    """Return the float32 logits in a file."""
+    return _read(path, LOGITS_KEY).float()
+
+
+def same_shape(other: Tensor, logits: Tensor, path: Path) -> Tensor:
+    """Return the other logits. Raises BadInputError if they are of another text or vocabulary."""
+    if other.shape != logits.shape:
+        found, expected = list(other.shape), list(logits.shape)
+        raise BadInputError(f"{path}: {LOGITS_KEY} is {found}, expected {expected}: was it made from the same text and vocabulary?")
+    return other
 
 
 def write_logits(path: Path, logits: Tensor, facts: dict[str, str]) -> None:
     """Write float32 logits, whole or not at all, with facts of how they were made."""
     write_bytes(path, safetensors.torch.save({LOGITS_KEY: logits.contiguous()}, metadata=facts))
+
+
+def check_writable(path: Path) -> None:
+    """Raise UsageError if no file can be made at a path: known before the work, not after it."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise UsageError(f"--out {path}: {'is a directory' if path.is_dir() else 'there is no directory ' + str(path.parent)}; name a file")
 
 
 def _read(path: Path, key: str) -> Tensor:
@@ -48,10 +59,6 @@ def _read(path: Path, key: str) -> Tensor:
 
 def parse_ids(text: str, *, flag: str) -> list[int]:
     """Return the token numbers of a text like `1,2,3`. Raises BadInputError."""
-    try:
-        ids = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise BadInputError(f"{flag} {text[:60]!r}: expected token numbers separated by commas, like 1,2,3") from None
-    if max(ids, key=abs) > np.iinfo(np.int64).max:
-        raise BadInputError(f"{flag}: {max(ids)} is no token number")
-    return ids
+    if not re.fullmatch(r"[0-9]{1,18}(,[0-9]{1,18})*", text):
+        raise BadInputError(f"{flag} {text[:60]!r}: expected token numbers separated by commas, like 1,2,3")
+    return [int(part) for part in text.split(",")]

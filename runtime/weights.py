@@ -1,5 +1,6 @@
 """The spine's tensors for the model: from the GGUF file, kept as they are stored, or straight from a checkpoint, unquantised."""
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -10,13 +11,15 @@ from torch import Tensor
 from layout.checkpoint import Checkpoint
 from layout.direct import Extent, ReadMode, aligned_buffer, file_blocks, probe_directory, read_extent, span_bytes
 from layout.gguf_header import GgufHeader, GgufTensor, read_gguf_header
+from layout.hash_lists import xxh3_128_of_file
 from layout.prepared import Prepared
 from layout.q8_0 import BLOCK_BYTES
 from layout.tensor_data import as_float32, float_blocks, read_float_tensor
-from layout.tensors import spine_tensors
+from layout.tensors import SpineTensor, spine_tensors
 from manifests.errors import BadInputError, DamagedDataError
 from runtime.kernels.q8_0 import expand_q8_0
 
+CURE = "kprep extract with the same checkpoint and output restores it"
 _FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -67,9 +70,8 @@ def load_spine(prepared: Prepared, device: torch.device) -> SpineWeights:
     path, facts = prepared.spine_path, prepared.manifest.spine
     found = path.stat().st_size if path.exists() else 0
     if found != facts.n_bytes:
-        raise DamagedDataError(f"{path}: has {found} bytes, expected {facts.n_bytes}; extract anew")
-    header, mode, state = read_gguf_header(path), probe_directory(path.parent), xxhash.xxh3_128()
-    _check_header(prepared, header)
+        raise DamagedDataError(f"{path}: has {found} bytes, expected {facts.n_bytes}; {CURE}")
+    header, mode, state = _read_header(prepared), probe_directory(path.parent), xxhash.xxh3_128()
     for block in file_blocks(path, 0, header.data_offset, mode):
         state.update(block)
     tensors: dict[str, Tensor | _Quantised] = {}
@@ -84,8 +86,25 @@ def load_spine(prepared: Prepared, device: torch.device) -> SpineWeights:
             at += len(block)
         tensors[place.name] = _on_device(raw[: place.n_bytes], place, device)
     if state.hexdigest() != facts.xxh3_128:
-        raise DamagedDataError(f"{path}: xxh3-128 {state.hexdigest()} differs from the manifest's {facts.xxh3_128}; extract anew")
+        raise DamagedDataError(f"{path}: xxh3-128 {state.hexdigest()} differs from the manifest's {facts.xxh3_128}; {CURE}")
     return SpineWeights(device, tensors)
+
+
+def _read_header(prepared: Prepared) -> GgufHeader:
+    """Read and check the header. Raises DamagedDataError, not BadInputError, where the file is no longer the one that was written."""
+    path, facts = prepared.spine_path, prepared.manifest.spine
+    try:
+        header = read_gguf_header(path)
+        _check_header(prepared, header)
+        return header
+    except BadInputError:
+        if (found := xxh3_128_of_file(path, facts.n_bytes)) != facts.xxh3_128:
+            raise DamagedDataError(f"{path}: xxh3-128 {found} differs from the manifest's {facts.xxh3_128}; {CURE}") from None
+        raise
+
+
+def _has_type(found: GgufTensor, expected: SpineTensor) -> bool:
+    return found.type in _FLOAT_TYPES if expected.storage == "shipped" else found.type == expected.storage
 
 
 def _on_device(raw: Tensor, place: GgufTensor, device: torch.device) -> Tensor | _Quantised:
@@ -105,6 +124,9 @@ def _check_header(prepared: Prepared, header: GgufHeader) -> None:
     faults = [f"{name} is missing" for name, t in wanted.items() if name not in header.tensors and not t.is_optional]
     faults += [f"{name} is unknown" for name in header.tensors if name not in wanted]
     known = [(t, wanted[name].shape) for name, t in header.tensors.items() if name in wanted]
+    places = sorted(header.tensors.values(), key=lambda t: t.offset)
+    faults += [f"{a.name} runs into {b.name}" for a, b in pairwise(places) if a.offset + a.n_bytes > b.offset]
+    faults += [f"{t.name} is {t.type}, expected {wanted[t.name].storage}" for t in places if t.name in wanted and not _has_type(t, wanted[t.name])]
     faults += [f"{t.name} is {list(t.shape)}, expected {list(shape)}" for t, shape in known if t.shape != shape]
     if faults:
         raise BadInputError(f"{path}: not the spine of this geometry: {'; '.join(faults[:5])}; {len(faults)} faults in all")

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -207,3 +208,69 @@ def rewrite(shard: Path, *, reverse: bool) -> None:
 
 def test_the_journal_is_gone_when_the_manifest_is_there(extracted: Path) -> None:
     assert not (extracted / JOURNAL_NAME).exists()
+
+
+@pytest.mark.parametrize("how", ["flipped", "missing"])
+def test_a_damaged_spine_and_tokenizer_are_restored_from_the_checkpoint(prepared_copy: Path, how: str) -> None:
+    spine, vocabulary, before = prepared_copy / "spine.gguf", prepared_copy / "tokenizer" / "tiktoken.model", tree(prepared_copy)
+    for path in (spine, vocabulary):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        if how == "missing":
+            path.unlink()
+    assert command("kprep", "verify-hashes", prepared_copy).code == 4
+    assert "it is written anew" in succeed("kprep", "extract", K31, prepared_copy).err
+    assert tree(prepared_copy) == before
+
+
+def test_a_spine_restored_after_placing_is_true_to_a_new_manifest(prepared_copy: Path, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    succeed("kprep", "place", prepared_copy, "--tier", f"A={tmp_path / 'a'}")
+    (prepared_copy / "spine.gguf").unlink()
+    succeed("kprep", "extract", K31, prepared_copy)
+    manifest = load_manifest(prepared_copy / "manifest.yaml")
+    assert manifest.generation == 3 and manifest.drives[0].directory == str(tmp_path / "a")
+    succeed("kprep", "verify-hashes", prepared_copy)
+
+
+def test_an_end_id_beyond_the_vocabulary_is_refused_before_the_first_write(checkpoint_copy: Path, tmp_path: Path) -> None:
+    (checkpoint_copy / "generation_config.json").write_text('{"eos_token_id": 99999}')
+    outcome = command("kprep", "extract", checkpoint_copy, tmp_path / "out", "--release-shards")
+    assert outcome.code == 3 and "token 99999, expected 0 to 511" in outcome.err
+    assert not (tmp_path / "out").exists() and len(shards_of(checkpoint_copy)) == 13
+
+
+@pytest.mark.parametrize("name", ["tiktoken.model", "tokenizer_config.json"])
+def test_an_error_page_for_a_vocabulary_is_refused_before_the_first_write(checkpoint_copy: Path, tmp_path: Path, name: str) -> None:
+    (checkpoint_copy / name).write_text("<html>not found</html>\n")
+    outcome = command("kprep", "extract", checkpoint_copy, tmp_path / "out")
+    assert outcome.code == 3 and name in outcome.err and not (tmp_path / "out").exists()
+
+
+def test_a_finished_output_whose_shards_are_gone_is_finished(checkpoint_copy: Path, tmp_path: Path) -> None:
+    succeed("kprep", "extract", checkpoint_copy, tmp_path / "out", "--release-shards")
+    assert "already extracted" in succeed("kprep", "extract", checkpoint_copy, tmp_path / "out", "--release-shards").out
+
+
+def test_links_to_shards_are_not_taken_for_shards(tmp_path: Path) -> None:
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    for path in K31.iterdir():
+        (linked / path.name).symlink_to(path)
+    outcome = succeed("kprep", "extract", linked, tmp_path / "out", "--release-shards")
+    assert "model-00002-of-000013.safetensors stays: it is a link" in outcome.err and "freed" not in outcome.err
+    assert len(shards_of(linked)) == 13
+
+
+def test_other_drives_for_a_finished_output_are_refused(prepared_copy: Path, tmp_path: Path) -> None:
+    outcome = command("kprep", "extract", K31, prepared_copy, "--tier", f"A={tmp_path}")
+    assert outcome.code == 2 and "kprep place" in outcome.err
+
+
+def test_a_pipe_in_place_of_a_shard_is_refused(checkpoint_copy: Path, tmp_path: Path) -> None:
+    shard = checkpoint_copy / "model-00002-of-000013.safetensors"
+    shard.unlink()
+    os.mkfifo(shard)
+    outcome = command("kprep", "plan", checkpoint_copy, timeout=20)
+    assert outcome.code == 3 and "is no regular file" in outcome.err

@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
-from conftest import succeed
+from conftest import DATA, command, succeed
 
 from layout.prepared import Prepared, open_prepared
 from manifests.errors import KtierError
@@ -68,7 +68,7 @@ def test_with_two_copies_repair_restores_and_a_second_verify_is_clean(prepared_c
     prepared = open_prepared(prepared_copy)
     findings = findings_of(prepared)
     assert len(findings.bad_records) == n_bad
-    restored, lost = repair(prepared, findings)
+    restored, lost = repair(prepared, findings, None)
     assert (len(restored), lost) == (n_bad, [])
     assert findings_of(prepared).is_clean
 
@@ -106,3 +106,14 @@ def test_a_sample_is_spread_over_layers_and_drives_and_repeatable(prepared_copy:
     assert any((sample.records[n] != other.records[n]).any() for n in sample.drives)
     only = select_records(prepared, drive="C", layers=[4, 5], n_sample=None, seed=0)
     assert only.drives == [1] and only.n_records == 32
+
+
+def test_what_no_copy_is_left_of_is_restored_from_the_checkpoint(prepared_copy: Path) -> None:
+    path = prepared_copy / "experts" / "L4-E2.bin"
+    whole = path.read_bytes()
+    path.unlink()
+    assert "--checkpoint goes with" in command("kprep", "verify-hashes", prepared_copy, "--checkpoint", DATA / "tiny-k3.1").err
+    outcome = command("kprep", "verify-hashes", prepared_copy, "--repair", "--checkpoint", DATA / "tiny-k3")
+    assert outcome.code == 3 and "is not the checkpoint" in outcome.err
+    succeed("kprep", "verify-hashes", prepared_copy, "--repair", "--checkpoint", DATA / "tiny-k3.1")
+    assert path.read_bytes() == whole

@@ -40,7 +40,7 @@ SMALL_TEXT = """\
 # A model that kprep prepared: what it is, where its parts lie, and which drive holds which experts.
 # Paths start from this file's directory, unless they start with a slash. Texts are in double quotes.
 # holds: for each layer, the experts in that directory. Tiers A and B together hold every expert; C and D hold further copies.
-# kprep keeps each former version in manifest.history/; `kprep place MANIFEST --rollback` returns to it.
+# kprep keeps each former version in manifest.history/.
 
 schema: 1
 generation: 1

@@ -111,7 +111,7 @@ def test_all_bad_files_are_named_at_once_and_nothing_is_changed(prepared_copy: P
 @pytest.mark.parametrize("at", [0, 100, 25_000, -1], ids=["magic", "key", "tensor", "last byte"])
 def test_a_flipped_byte_anywhere_in_the_spine_is_named(prepared_copy: Path, at: int) -> None:
     flip(prepared_copy / "spine.gguf", at)
-    found_damage(verify(prepared_copy), f"{prepared_copy}/spine.gguf: xxh3-128 ", "differs from the manifest's", "extract anew")
+    found_damage(verify(prepared_copy), f"{prepared_copy}/spine.gguf: xxh3-128 ", "differs from the manifest's", "restores it")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_flipped_byte_anywhere_in_the_spine_is_named(prepared_copy: Path, at: 
 )
 def test_a_spine_of_another_size_is_named(prepared_copy: Path, damage: Callable[[Path], object], what: str) -> None:
     damage(prepared_copy / "spine.gguf")
-    found_damage(verify(prepared_copy), f"{prepared_copy}/spine.gguf: ", what, "extract anew")
+    found_damage(verify(prepared_copy), f"{prepared_copy}/spine.gguf: ", what, "restores it")
 
 
 @pytest.mark.parametrize("damage", [lambda path: flip(path, 40), cut, Path.unlink], ids=["altered", "short", "missing"])
@@ -141,8 +141,8 @@ def test_the_intact_copy_is_named_and_repair_restores_from_it(two_copies: tuple[
     found_damage(verify(home), f"another copy is intact on {b} (tier C)", f"another copy is intact on {a} (tier A)", "--repair restores it")
     outcome = verify(home, "--repair")
     assert is_clean(outcome), outcome
-    assert outcome.out.count("restored from an intact copy: ") == 3
-    assert f"restored from an intact copy: layer 5 expert 11 on {a} (tier A): xxh3-128 " in outcome.out
+    assert outcome.out.count("restored: ") == 3
+    assert f"restored: layer 5 expert 11 on {a} (tier A): xxh3-128 " in outcome.out
     assert {path: path.read_bytes() for drive in (a, b) for path in drive.glob("*.bin")} == good
     assert is_clean(verify(home))
 
@@ -154,7 +154,7 @@ def test_where_both_copies_are_bad_repair_restores_the_rest_and_ends_with_4(two_
     flip(a / "L4-E4.bin", 0)
     spoilt = (b / "L3-E3.bin").read_bytes()
     outcome = verify(home, "--repair")
-    found_damage(outcome, f"layer 3 expert 3 on {a} ", f"layer 3 expert 3 on {b} ", "restored from an intact copy: layer 4 expert 4")
+    found_damage(outcome, f"layer 3 expert 3 on {a} ", f"layer 3 expert 3 on {b} ", "restored: layer 4 expert 4")
     assert outcome.out.count("no other copy is intact") == 2
     assert (b / "L3-E3.bin").read_bytes() == spoilt
     again = verify(home)
@@ -166,7 +166,7 @@ def test_with_one_copy_repair_changes_nothing_and_says_what_to_do(prepared_copy:
     flip(prepared_copy / "experts" / EXPERT, 77)
     spoilt = (prepared_copy / "experts" / EXPERT).read_bytes()
     outcome = verify(prepared_copy, "--repair")
-    found_damage(outcome, "layer 5 expert 11", "no other copy is intact; fetch model-00006-of-000013.safetensors again and extract anew")
+    found_damage(outcome, "layer 5 expert 11", "no other copy is intact; fetch model-00006-of-000013.safetensors again, then")
     assert (prepared_copy / "experts" / EXPERT).read_bytes() == spoilt
 
 
@@ -180,7 +180,7 @@ def test_a_copy_that_was_not_read_is_not_called_intact(two_copies: tuple[Path, P
     assert "is intact on" not in only_a.out
     # Trying it shows that one is bad; the other is restored all the same.
     repaired = verify(home, "--drive", "A", "--repair")
-    found_damage(repaired, "restored from an intact copy: layer 6 expert 6", f"layer 5 expert 11 on {a} (tier A)")
+    found_damage(repaired, "restored: layer 6 expert 6", f"layer 5 expert 11 on {a} (tier A)")
     assert "kprep: 1 bad expert files" in repaired.err
 
 

@@ -11,7 +11,7 @@ from layout.terminal import ProgressLine, note, say
 from manifests.errors import UsageError
 from manifests.manifest import Manifest
 from prep.cli.arguments import LIMIT_HELP, RESERVE_HELP, drive_requests, reserve_of
-from prep.extract import JOURNAL_EVERY, MANIFEST_NAME, Settings, extract
+from prep.extract import JOURNAL_EVERY, MANIFEST_NAME, Settings, extract, is_finished_and_gone
 from prep.release import saved_headers
 from prep.requests import disk_bytes
 
@@ -33,6 +33,9 @@ def extract_command(
     trust_journal: Annotated[bool, typer.Option("--trust-journal", help="When going on, do not read again what the journal says is there.")] = False,
 ) -> None:
     """Write the spine, one file per expert, the tokenizer's files, hashes and the manifest. Interrupted, the same command goes on."""
+    if is_finished_and_gone(checkpoint, out):
+        say(f"{out / MANIFEST_NAME}: already extracted; the checkpoint's shards have been removed since. kprep verify-hashes proves what is there")
+        return
     source = open_for_extraction(checkpoint, out)
     if limit and not tier:
         raise UsageError("--limit: name the drives with --tier")
@@ -60,7 +63,7 @@ def run_extraction(source: Checkpoint, out: Path, settings: Settings) -> None:
     with ProgressLine() as progress:
         manifest = extract(source, out, settings, on_progress=progress, on_remark=note)
     if is_there:
-        say(f"{out / MANIFEST_NAME}: already extracted from this checkpoint; kprep verify-hashes proves its bytes")
+        say(f"{out / MANIFEST_NAME}: already extracted from this checkpoint; spine and tokenizer are proved, kprep verify-hashes proves the experts")
         return
     say(f"spine    {out / manifest.spine.path}: {format_size(manifest.spine.n_bytes)}, xxh3-128 {manifest.spine.xxh3_128}")
     for drive in manifest.drives:

@@ -18,7 +18,7 @@ def place_command(
     manifest_path: Annotated[Path, typer.Argument(metavar="MANIFEST")],
     tier: Annotated[list[str], typer.Option(metavar="A=DIR", help="A drive's tier, A to D, and directory; the complete new set. May be repeated.")],
     measure_drives: Annotated[bool, typer.Option("--measure-drives", help="Measure each drive first; the base is split by the rates.")] = False,
-    measure_seconds: Annotated[float, typer.Option(min=0.05, help="Seconds at each queue depth, with --measure-drives.")] = DEFAULT_SECONDS,
+    measure_seconds: Annotated[float, typer.Option(min=0.05, max=3600, help="Seconds at each queue depth, with --measure-drives.")] = DEFAULT_SECONDS,
     reserve: Annotated[str | None, typer.Option(metavar="SIZE", help=RESERVE_HELP)] = None,
     limit: Annotated[list[str] | None, typer.Option(metavar="C=SIZE", help=LIMIT_HELP)] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be copied, and change nothing.")] = False,

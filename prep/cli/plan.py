@@ -19,7 +19,7 @@ def plan_command(
     limit: Annotated[list[str] | None, typer.Option(metavar="A=SIZE", help=LIMIT_HELP)] = None,
     reserve: Annotated[str | None, typer.Option(metavar="SIZE", help=RESERVE_HELP)] = None,
     measure_seconds: Annotated[
-        float, typer.Option(min=0.05, help="Seconds to read the checkpoint for, to tell how long it takes.")
+        float, typer.Option(min=0.05, max=3600, help="Seconds to read the checkpoint for, to tell how long it takes.")
     ] = DEFAULT_SECONDS,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document in place of text.")] = False,
 ) -> None:

@@ -6,10 +6,11 @@ from typing import Annotated
 
 import typer
 
+from layout.checkpoint import open_checkpoint
 from layout.prepared import open_prepared
 from layout.sizes import format_size
 from layout.terminal import ProgressLine, note, say
-from manifests.errors import DamagedDataError, KtierError
+from manifests.errors import DamagedDataError, KtierError, UsageError
 from prep.receipts import Receipts
 from prep.repair import describe_bad_record, repair
 from prep.selection import select_records
@@ -26,9 +27,12 @@ def verify_command(
         bool, typer.Option("--trust-receipts", help="Keep receipts, and do not read a file again that looks as it did then.")
     ] = False,
     repair_them: Annotated[bool, typer.Option("--repair", help="Restore bad expert files from intact copies.")] = False,
+    checkpoint: Annotated[Path | None, typer.Option(metavar="DIR", help="With --repair: restore from its shards what no copy is left of.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document in place of text.")] = False,
 ) -> None:
     """Read every file again, past the page cache, and name each one that is not what the manifest says."""
+    if checkpoint is not None and not repair_them:
+        raise UsageError("--checkpoint goes with --repair")
     prepared = open_prepared(manifest_path)
     selection = select_records(prepared, drive=drive, layers=layer or [], n_sample=sample, seed=seed)
     receipts = Receipts(prepared)
@@ -36,7 +40,7 @@ def verify_command(
         note(receipts.remark)
     with ProgressLine() as progress:
         findings = verify(prepared, selection, receipts=receipts, is_trusting=trust_receipts, on_progress=progress)
-    restored, lost = repair(prepared, findings) if repair_them else ([], findings.bad_records)
+    restored, lost = repair(prepared, findings, open_checkpoint(checkpoint) if checkpoint else None) if repair_them else ([], findings.bad_records)
     for record in restored:
         receipts.add(record.drive, record.layer, record.expert)
     if trust_receipts:
@@ -47,7 +51,7 @@ def verify_command(
         say(json.dumps({**counts, "bad_records": bad, "bad_files": findings.bad_files}))
     else:
         for record in restored:
-            say(f"restored from an intact copy: layer {record.layer} expert {record.expert} on {prepared.drive_name(record.drive)}: {record.what}")
+            say(f"restored: layer {record.layer} expert {record.expert} on {prepared.drive_name(record.drive)}: {record.what}")
         for record in lost:
             say(describe_bad_record(prepared, record, findings))
         for fault in findings.bad_files:
