@@ -448,7 +448,7 @@ def test_cuda_is_refused_where_there_is_none(extractions: dict[str, Path], krun:
         refused(krun(*rest, "--device", "cuda"), DEVICE, "--device cuda", "finds no CUDA device")
 
 
-SCORE_IDS = ("--ids-file", GOLDEN, "--key", "0.ids", "--out", "/nowhere/logits.safetensors")
+SCORE_IDS = ("--ids-file", GOLDEN, "--key", "0.ids", "--out", "never-written.safetensors")
 SCORE_REFUSALS: list[tuple[str, int, tuple[str, ...]]] = [
     ("--ids-file {ids} --out {out}", USAGE, ("exactly one of -m MANIFEST and --checkpoint DIR",)),
     ("-m {model} --checkpoint {checkpoint} --ids-file {ids} --out {out}", USAGE, ("exactly one of -m MANIFEST and --checkpoint DIR",)),

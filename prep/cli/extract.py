@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from layout.checkpoint import Checkpoint, open_checkpoint
+from layout.drives import shares_device
 from layout.sizes import format_size
 from layout.terminal import ProgressLine, note, say
 from manifests.errors import UsageError
@@ -54,6 +55,9 @@ def open_for_extraction(checkpoint: Path, out: Path) -> Checkpoint:
     note(f"{checkpoint}: {source.facts.architecture}, {len(source.tensors)} tensors in {len(source.shards)} shards, read {source.read_mode}")
     if source.vision_tensors:
         note(f"left out: {len(source.vision_tensors)} vision tensors (images are not supported)")
+    home = next(p for p in (out.resolve(), *out.resolve().parents) if p.exists())
+    if shares_device(checkpoint, home):
+        note("source and output are on one device: it reads and writes in turn, and takes about the sum of both times")
     return source
 
 
