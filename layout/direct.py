@@ -8,7 +8,9 @@ import contextlib
 import errno
 import mmap
 import os
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -116,11 +118,25 @@ def _fill(fd: int, buffer: memoryview, begin: int, needed: int, mode: ReadMode) 
     return min(done, needed)
 
 
-def file_blocks(path: Path, begin: int, end: int, mode: ReadMode, *, block_bytes: int = 32 << 20) -> Iterator[memoryview]:
-    """Yield a range of a file in order, block by block; each block is valid until the next. Raises as read_extent does."""
-    buffer = aligned_buffer(span_bytes(min(block_bytes, end - begin), mode.alignment))
-    for offset in range(begin, end, block_bytes):
-        yield read_extent(Extent(path, offset, min(block_bytes, end - offset)), buffer, mode)
+def file_blocks(path: Path, begin: int, end: int, mode: ReadMode, *, block_bytes: int = 16 << 20, n_ahead: int = 3) -> Iterator[memoryview]:
+    """Yield a range of a file in order, block by block, the next ones being read meanwhile; each is valid until the next.
+
+    Raises as read_extent does.
+    """
+    extents = [Extent(path, offset, min(block_bytes, end - offset)) for offset in range(begin, end, block_bytes)]
+    n_ahead = min(n_ahead, len(extents))
+    buffers = [aligned_buffer(span_bytes(min(block_bytes, end - begin), mode.alignment)) for _ in range(n_ahead + 1)]
+    if n_ahead <= 1:
+        yield from (read_extent(extent, buffers[0], mode) for extent in extents)
+        return
+    under_way: deque[Future[memoryview]] = deque()
+    with ThreadPoolExecutor(n_ahead) as pool:
+        for number, extent in enumerate(extents):
+            if len(under_way) == n_ahead:
+                yield under_way.popleft().result()
+            under_way.append(pool.submit(read_extent, extent, buffers[number % len(buffers)], mode))
+        while under_way:
+            yield under_way.popleft().result()
 
 
 def probe_directory(directory: Path) -> ReadMode:
