@@ -1,5 +1,6 @@
 """Q8_0: the bytes of gguf-py's quantiser for every kind of value, and a spine written in pieces by threads that is what one plain loop gives."""
 
+import contextlib
 import signal
 import threading
 import warnings
@@ -230,8 +231,14 @@ def test_a_spine_is_every_tensor_in_turn_padded_to_pages_each_with_its_hash(
 
 def open_flags(path: Path) -> list[int]:
     """The flags of this process's open files of that path."""
-    numbers = [link.name for link in Path("/proc/self/fd").iterdir() if link.is_symlink() and str(link.readlink()) == str(path)]
-    return [int(line.split()[1], 8) for n in numbers for line in Path(f"/proc/self/fdinfo/{n}").read_text().splitlines() if "flags" in line]
+    flags = []
+    for link in Path("/proc/self/fd").iterdir():
+        # Other threads open and close files meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            if str(link.readlink()) == str(path):
+                lines = Path(f"/proc/self/fdinfo/{link.name}").read_text().splitlines()
+                flags += [int(line.split()[1], 8) for line in lines if "flags" in line]
+    return flags
 
 
 def test_a_spine_is_written_past_the_page_cache_where_the_directory_allows_it(wide: Checkpoint, tmp_path: Path) -> None:
