@@ -160,9 +160,27 @@ def probe_directory(directory: Path) -> ReadMode:
 
 
 def _probe_with_new_file(directory: Path) -> ReadMode:
+    data = bytes(range(256)) * (_ALIGNMENTS[-1] // 128)
+    try:
+        # Without a name, so that nothing stays behind whatever happens.
+        fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
+            return _probe_with_named_file(directory, data)
+        return ReadMode(is_direct=False, reason=f"no file to try, and none can be made: {error.strerror}")
+    try:
+        os.write(fd, data)
+        return _probe_file(Path(f"/proc/self/fd/{fd}"))
+    except OSError as error:
+        return ReadMode(is_direct=False, reason=f"no file to try, and none can be made: {error.strerror}")
+    finally:
+        os.close(fd)
+
+
+def _probe_with_named_file(directory: Path, data: bytes) -> ReadMode:
     path = directory / f".probe-{os.getpid()}.partial"
     try:
-        path.write_bytes(bytes(range(256)) * (_ALIGNMENTS[-1] // 128))
+        path.write_bytes(data)
         return _probe_file(path)
     except OSError as error:
         return ReadMode(is_direct=False, reason=f"no file to try, and none can be made: {error.strerror}")

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from conftest import Outcome, command, succeed
+from conftest import DATA, Outcome, command, succeed
 from safetensors.numpy import save_file
 
 from layout.checkpoint import open_checkpoint
@@ -255,3 +255,18 @@ def test_a_request_to_end_is_an_interruption_too(checkpoint: Path, tmp_path: Pat
     assert is_interrupted(outcome)
     assert partials(out) == []
     assert command("kprep", "verify-hashes", out).code == 3
+
+
+@pytest.mark.parametrize("program", ["kprep", "krun"])
+@pytest.mark.parametrize("delay", [0.15, 0.3, 0.6])
+def test_an_interrupt_while_the_command_is_still_loading_leaves_no_stack_trace(program: str, delay: float) -> None:
+    arguments = ["doctor"] if program == "kprep" else ["generate", "-m", DATA, "-p", "x"]
+    process = subprocess.Popen(
+        [Path(sys.executable).with_name(program), *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    # On a fast machine it may have ended by itself.
+    assert process.returncode in (130, 0, 1, 3) and "Traceback" not in err
+    assert process.returncode != 130 or "interrupted" in err

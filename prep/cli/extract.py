@@ -56,7 +56,7 @@ def open_for_extraction(checkpoint: Path, out: Path) -> Checkpoint:
     if source.vision_tensors:
         note(f"left out: {len(source.vision_tensors)} vision tensors (images are not supported)")
     home = next(p for p in (out.resolve(), *out.resolve().parents) if p.exists())
-    if shares_device(checkpoint, home):
+    if home.is_dir() and shares_device(checkpoint, home):
         note("source and output are on one device: it reads and writes in turn, and takes about the sum of both times")
     return source
 
