@@ -1,6 +1,6 @@
 """What both commands share on a terminal: exit codes, messages and progress.
 
-Beside the two cli.py this is the one place that knows typer and rich.
+Beside the two cli folders this is the one place that knows typer and rich.
 """
 
 import os
