@@ -11,6 +11,7 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import cycle, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -119,7 +120,7 @@ def _fill(fd: int, buffer: memoryview, begin: int, needed: int, mode: ReadMode) 
 
 
 def file_blocks(path: Path, begin: int, end: int, mode: ReadMode, *, block_bytes: int = 16 << 20, n_ahead: int = 3) -> Iterator[memoryview]:
-    """Yield a range of a file in order, block by block, the next ones being read meanwhile; each is valid until the next.
+    """Yield a range of a file in order, block by block, the next n_ahead being read meanwhile; each is valid until the next.
 
     Raises as read_extent does.
     """
@@ -130,13 +131,16 @@ def file_blocks(path: Path, begin: int, end: int, mode: ReadMode, *, block_bytes
         yield from (read_extent(extent, buffers[0], mode) for extent in extents)
         return
     under_way: deque[Future[memoryview]] = deque()
+    waiting = iter(zip(extents, cycle(buffers), strict=False))
     with ThreadPoolExecutor(n_ahead) as pool:
-        for number, extent in enumerate(extents):
-            if len(under_way) == n_ahead:
-                yield under_way.popleft().result()
-            under_way.append(pool.submit(read_extent, extent, buffers[number % len(buffers)], mode))
+        for extent, buffer in islice(waiting, n_ahead):
+            under_way.append(pool.submit(read_extent, extent, buffer, mode))
         while under_way:
-            yield under_way.popleft().result()
+            block = under_way.popleft().result()
+            # Into the buffer that was lent before, so that as many reads are under way while this block is used.
+            for extent, buffer in islice(waiting, 1):
+                under_way.append(pool.submit(read_extent, extent, buffer, mode))
+            yield block
 
 
 def probe_directory(directory: Path) -> ReadMode:

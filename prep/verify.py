@@ -1,27 +1,67 @@
-"""verify-hashes: read everything again, past the page cache, and name whatever is not what the manifest says."""
+"""verify-hashes: read everything again, past the page cache, and name whatever is not what the manifest says.
 
-import threading
-from collections.abc import Callable, Iterator
+All drives are read at once, each through a queue of its own and at its own pace. The spine is read through the queue of the drive that it shares a
+device with, since two queues on one device take from each other; else it has one of its own.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
-from layout.direct import ReadMode, aligned_buffer, probe_directory, span_bytes
-from layout.hash_lists import HASH_LIST_NAME, xxh3_128_of_file
+from layout.direct import BUFFERED, Extent, ReadMode, aligned_buffer, probe_directory, span_bytes
+from layout.drives import shares_device
+from layout.hash_lists import HASH_LIST_NAME
 from layout.holes import first_hole
 from layout.prepared import Prepared
-from layout.reader import Completion, Reader, ReadRequest
-from manifests.errors import DamagedDataError
+from layout.reader import Completion, Reader, ReadRequest, spare_requests
+from manifests.errors import BadInputError
 from manifests.seal import has_seal
 from prep.receipts import Receipts
 from prep.selection import Selection
 
 DEPTH = 4
+# What the buffers of all streams may take together, as long as each has two.
+BUFFER_BYTES = 1 << 30
+SPINE_BLOCK_BYTES = 16 << 20
 CURE = "kprep extract with the same checkpoint and output restores it"
 Progress = Callable[[str, int, int], None]
+
+
+class RecordTag(NamedTuple):
+    """Which record a read is of."""
+
+    drive: int
+    layer: int
+    expert: int
+
+
+class BlockTag(NamedTuple):
+    """Which block of the spine a read is of."""
+
+    number: int
+
+
+class Wanted(NamedTuple):
+    """A read that has no buffer yet."""
+
+    tag: RecordTag | BlockTag
+    extent: Extent
+    expected_hash: str | None
+
+
+@dataclass(slots=True)
+class Stream:
+    """What is read through one queue, in this order, `depth` at a time; no read is longer than most_bytes."""
+
+    mode: ReadMode
+    depth: int
+    wanted: Iterator[Wanted]
+    most_bytes: int
 
 
 class BadRecord(NamedTuple):
@@ -59,61 +99,160 @@ def verify(prepared: Prepared, selection: Selection, *, receipts: Receipts, is_t
     receipts     gets a receipt for each record that was found intact
     is_trusting  do not read a record again whose file has not changed since its receipt
     """
-    bad_files: list[str] = []
-    # The spine is one long file, hashed in order: meanwhile the records keep the drives busy. An interrupted run does not wait for it.
-    others = threading.Thread(target=lambda: bad_files.extend([*_verify_spine(prepared), *_verify_tokenizer(prepared)]), daemon=True)
-    others.start()
+    spine = Spine(prepared)
+    bad_files = list(_verify_tokenizer(prepared))
     if not has_seal(prepared.path.read_text()):
         bad_files.append(
             f"{prepared.path}: its last line, the hash of the others, is missing or damaged; kprep place with the same drives writes it anew"
         )
-    drive_lists = [fault for n in selection.drives for fault in _verify_drive_list(prepared, n)]
-    n_bytes, records, n_records = prepared.record.n_bytes, [], 0
+    bad_files += [fault for n in selection.drives for fault in _verify_drive_list(prepared, n)]
     trusted = {n: receipts.unchanged(n, selection.records[n]) if is_trusting else np.zeros_like(selection.records[n]) for n in selection.drives}
     wanted = {n: selection.records[n] & ~trusted[n] for n in selection.drives}
-    total = sum(int(records.sum()) for records in wanted.values())
-    for done in _read_records(prepared, wanted):
+    n_bytes, bad_records, n_records, n_done = prepared.record.n_bytes, [], 0, 0
+    total = sum(int(records.sum()) for records in wanted.values()) * n_bytes + spine.n_bytes
+    for done in read_streams(with_spine(prepared, list(wanted), record_streams(prepared, wanted), spine)):
+        n_done += done.request.extent.n_bytes
+        on_progress("read", n_done, total)
+        tag = done.request.tag
+        if isinstance(tag, BlockTag):
+            spine.take(done)
+            continue
         n_records += 1
-        on_progress("records", n_records * n_bytes, total * n_bytes)
         # A read does not notice what lies behind the record.
         if done.error is not None or _size(done.request.extent.path) != n_bytes:
-            records.append(_bad_record(prepared, done))
-            receipts.forget(*done.request.tag)
+            bad_records.append(_bad_record(prepared, done))
+            receipts.forget(*tag)
         else:
-            receipts.add(*done.request.tag)
-    others.join()
-    bad_files += drive_lists
+            receipts.add(*tag)
     n_trusted = sum(int(records.sum()) for records in trusted.values())
-    return Findings(selection.drives, n_records, n_trusted, n_records * n_bytes, sorted(records), bad_files)
+    return Findings(selection.drives, n_records, n_trusted, n_records * n_bytes, sorted(bad_records), [*spine.faults(), *bad_files])
 
 
-def _read_records(prepared: Prepared, wanted: dict[int, np.ndarray]) -> Iterator[Completion]:
-    """Yield the completion of every wanted record (per drive, bool [n_layers, n_experts]), all drives at once, each at its own pace."""
-    drives = list(wanted)
-    modes = [_mode_of(prepared.drive_directories[n]) for n in drives]
-    depths = [max(DEPTH, profile.depth) if (profile := prepared.manifest.drives[n].profile) else DEPTH for n in drives]
-    pending = [iter(np.argwhere(wanted[n]).tolist()) for n in drives]
-    with Reader(modes, depths) as reader:
+def record_streams(prepared: Prepared, wanted: dict[int, np.ndarray]) -> list[Stream]:
+    """Return one stream for each drive with the records that are wanted of it, bool [n_layers, n_experts]."""
 
-        def submit_next(place: int, buffer: memoryview) -> bool:
-            following = next(pending[place], None)
+    def of_drive(n: int) -> Iterator[Wanted]:
+        for layer, expert in np.argwhere(wanted[n]).tolist():
+            yield Wanted(RecordTag(n, layer, expert), prepared.expert_extent(n, layer, expert), prepared.hashes.get(layer, expert))
+
+    depths = [max(DEPTH, profile.depth) if (profile := prepared.manifest.drives[n].profile) else DEPTH for n in wanted]
+    modes = [_mode_of(prepared.drive_directories[n]) for n in wanted]
+    return [Stream(mode, depth, of_drive(n), prepared.record.n_bytes) for n, mode, depth in zip(wanted, modes, depths, strict=True)]
+
+
+def with_spine(prepared: Prepared, drives: Sequence[int], streams: Sequence[Stream], spine: "Spine") -> list[Stream]:
+    """Return the drives' streams, the spine's blocks first in one that shares its device, or else in a stream of their own."""
+    for n, stream in zip(drives, streams, strict=True):
+        directory = prepared.drive_directories[n]
+        if stream.mode == spine.mode and directory.is_dir() and shares_device(directory, prepared.spine_path.parent):
+            stream.wanted = chain(spine.wanted(), stream.wanted)
+            stream.most_bytes = max(stream.most_bytes, spine.block_bytes)
+            return list(streams)
+    return [*streams, Stream(spine.mode, DEPTH, spine.wanted(), spine.block_bytes)]
+
+
+def read_streams(streams: Sequence[Stream]) -> Iterator[Completion]:
+    """Yield every read of all streams when it has ended, each stream at its own pace; blocks of the spine come in their order.
+
+    What was read is valid until the next is asked for.
+    """
+    turns = _Turns()
+    with Reader([stream.mode for stream in streams], [stream.depth for stream in streams]) as reader:
+
+        def submit_next(place: int, buffer: memoryview | None = None) -> bool:
+            stream = streams[place]
+            following = next(stream.wanted, None)
             if following is None:
                 return False
-            layer, expert = following
-            tag = (drives[place], layer, expert)
-            extent = prepared.expert_extent(drives[place], layer, expert)
-            reader.submit(ReadRequest(tag, place, extent, buffer, prepared.hashes.get(layer, expert)))
+            buffer = aligned_buffer(_span(stream)) if buffer is None else buffer
+            reader.submit(ReadRequest(following.tag, place, following.extent, buffer, following.expected_hash))
             return True
 
-        n_in_flight = sum(
-            submit_next(place, aligned_buffer(span_bytes(prepared.record.n_bytes, mode.alignment)))
-            for place, mode in enumerate(modes)
-            for _ in range(depths[place])
-        )
+        n_in_flight = sum(submit_next(place) for place, stream in enumerate(streams) for _ in range(n_buffers(stream, len(streams))))
         while n_in_flight:
-            done = reader.wait()
+            for done in turns.take(reader.wait()):
+                yield done
+                n_in_flight -= not submit_next(done.request.drive, done.request.buffer)
+
+
+def _span(stream: Stream) -> int:
+    return span_bytes(stream.most_bytes, stream.mode.alignment)
+
+
+def n_buffers(stream: Stream, n_streams: int) -> int:
+    """Return how many buffers a stream gets, so that all of them stay within BUFFER_BYTES."""
+    return min(stream.depth + spare_requests(stream.depth), max(2, BUFFER_BYTES // n_streams // _span(stream)))
+
+
+class _Turns:
+    """Holds a block of the spine back until those before it have come."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Completion] = {}
+        self._next = 0
+
+    def take(self, done: Completion) -> Iterator[Completion]:
+        """Yield what has its turn now that this read has ended; a record always has."""
+        if not isinstance(done.request.tag, BlockTag):
             yield done
-            n_in_flight -= not submit_next(done.request.drive, done.request.buffer)
+            return
+        self._held[done.request.tag.number] = done
+        while self._next in self._held:
+            self._next += 1
+            yield self._held.pop(self._next - 1)
+
+
+class Spine:
+    """The spine, read in blocks and hashed in their order. Raises nothing: what is wrong with it is a fault to be told."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._path, self._expected = prepared.spine_path, prepared.manifest.spine
+        self._state, self._error = xxhash.xxh3_128(), ""
+        self.mode = BUFFERED
+        try:
+            self.mode = probe_directory(self._path.parent)
+            found = self._path.stat().st_size
+        except (OSError, BadInputError) as error:
+            self._note(error)
+        else:
+            if found != self._expected.n_bytes:
+                self._error = f"has {found} bytes, expected {self._expected.n_bytes}"
+
+    @property
+    def n_bytes(self) -> int:
+        """The bytes that there are to read."""
+        return 0 if self._error else self._expected.n_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        return min(SPINE_BLOCK_BYTES, self.n_bytes)
+
+    def wanted(self) -> Iterator[Wanted]:
+        """Yield all blocks in order, up to the first error."""
+        for number, offset in enumerate(range(0, self.n_bytes, SPINE_BLOCK_BYTES)):
+            if self._error:
+                return
+            yield Wanted(BlockTag(number), Extent(self._path, offset, min(SPINE_BLOCK_BYTES, self._expected.n_bytes - offset)), None)
+
+    def take(self, done: Completion) -> None:
+        """Hash the next block."""
+        if done.error is not None:
+            self._note(done.error)
+        else:
+            assert done.payload is not None
+            self._state.update(done.payload)
+
+    def faults(self) -> Iterator[str]:
+        """Yield what is wrong with the spine, once all blocks were taken."""
+        found = self._state.hexdigest()
+        if self._error:
+            yield f"{self._path}: {self._error}; {CURE}"
+        elif found != self._expected.xxh3_128:
+            yield f"{self._path}: xxh3-128 {found} differs from the manifest's {self._expected.xxh3_128}; {CURE}"
+
+    def _note(self, error: Exception) -> None:
+        what = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error).removeprefix(f"{self._path}: ")
+        self._error = self._error or what
 
 
 def _mode_of(directory: Path) -> ReadMode:
@@ -155,20 +294,6 @@ def _verify_drive_list(prepared: Prepared, drive: int) -> Iterator[str]:
     if found != expected:
         n_held = int(prepared.manifest.drives[drive].holds.sum())
         yield f"{path}: does not list the {n_held} experts of this drive with their hashes; kprep place with the same drives writes it anew"
-
-
-def _verify_spine(prepared: Prepared) -> Iterator[str]:
-    spine = prepared.manifest.spine
-    try:
-        found = xxh3_128_of_file(prepared.spine_path, spine.n_bytes)
-    except OSError as error:
-        yield f"{prepared.spine_path}: cannot be read: {error.strerror}; {CURE}"
-        return
-    except DamagedDataError as error:
-        yield f"{prepared.spine_path}: {error}; {CURE}"
-        return
-    if found != spine.xxh3_128:
-        yield f"{prepared.spine_path}: xxh3-128 {found} differs from the manifest's {spine.xxh3_128}; {CURE}"
 
 
 def _verify_tokenizer(prepared: Prepared) -> Iterator[str]:

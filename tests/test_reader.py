@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from layout.direct import BUFFERED, PAGE, Extent, ReadMode, ShortReadError, aligned_buffer, probe_directory, span_bytes
+from layout.direct import BUFFERED, PAGE, Extent, ReadMode, ShortReadError, aligned_buffer, file_blocks, probe_directory, span_bytes
 from layout.reader import Completion, Reader, ReadRequest, check_hash
 from manifests.errors import DamagedDataError
 
@@ -151,16 +151,53 @@ def test_a_flipped_bit_is_damage(drives: Drives, tmp_path: Path) -> None:
         check_hash(extent, memoryview(content), digest)
 
 
+@pytest.mark.parametrize("is_hashed", [False, True])
 @pytest.mark.parametrize("depth", [1, 3])
-def test_as_many_reads_are_in_flight_as_the_depth_says(drives: Drives, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_reads_are_in_flight_as_the_depth_says(drives: Drives, depth: int, is_hashed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     preadv, most = slow_preadv(0.01)
     monkeypatch.setattr("layout.direct.os.preadv", preadv)
+    expected = xxhash.xxh3_128_hexdigest(drives.contents[0, 0]) if is_hashed else None
     with Reader([BUFFERED], [depth]) as reader:
         for tag in range(12):
-            reader.submit(whole_file(drives, tag))
-        for _ in range(12):
-            reader.wait()
+            reader.submit(whole_file(drives, tag, expected_hash=expected))
+        assert [reader.wait().error for _ in range(12)] == [None] * 12
     assert most == [depth]
+
+
+def test_the_next_reads_go_on_while_a_hash_is_checked(drives: Drives, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_open = threading.Event()
+    monkeypatch.setattr("layout.reader.check_hash", lambda *_: is_open.wait(10))
+    with Reader([BUFFERED], [1]) as reader:
+        reader.submit(whole_file(drives, "hashed", expected_hash="0" * 32))
+        for tag in range(3):
+            reader.submit(whole_file(drives, tag))
+        assert [reader.wait().request.tag for _ in range(3)] == [0, 1, 2]
+        is_open.set()
+        assert reader.wait().request.tag == "hashed"
+
+
+def test_closing_drops_hashes_that_were_not_begun(drives: Drives, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, is_closing = reader_threads(), threading.Event()
+    n_hashed = count(1)
+
+    def check(*_: object) -> None:
+        next(n_hashed)
+        assert is_closing.wait(10)
+
+    monkeypatch.setattr("layout.reader.check_hash", check)
+    reader = Reader([BUFFERED], [1])
+    for tag in range(20):
+        reader.submit(whole_file(drives, tag, expected_hash="0" * 32))
+    # The thread that reads comes to this last: all hashes wait behind the first.
+    reader.submit(whole_file(drives, "last"))
+    assert reader.wait().request.tag == "last"
+    closing = threading.Thread(target=reader.close, daemon=True)
+    closing.start()
+    assert not end_within(0.1, closing)
+    is_closing.set()
+    assert end_within(5, closing)
+    assert next(n_hashed) == 2
+    assert reader_threads() <= before
 
 
 def test_closing_drops_what_was_not_begun_and_ends_the_threads(drives: Drives, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +205,7 @@ def test_closing_drops_what_was_not_begun_and_ends_the_threads(drives: Drives, m
     monkeypatch.setattr("layout.direct.os.preadv", preadv)
     before = reader_threads()
     reader = Reader([BUFFERED, BUFFERED], [2, 1])
-    assert len(reader_threads() - before) == 3
+    assert len(reader_threads() - before) == 4
     request = whole_file(drives)
     for tag in range(1000):
         reader.submit(request._replace(tag=tag, drive=tag % 2))
@@ -233,3 +270,36 @@ def test_completions_come_in_the_order_in_which_the_reads_end(drives: Drives, mo
         assert reader.wait().request.tag == "early"
         is_open.set()
         assert reader.wait().request.tag == "late"
+
+
+def test_the_next_blocks_are_read_while_one_is_used_and_never_over_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, n_begun, n_blocks, n_ahead = os.preadv, threading.Semaphore(0), 12, 3
+
+    def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        got = real(fd, buffers, offset)
+        n_begun.release()
+        return got
+
+    content = np.random.default_rng(6).bytes(n_blocks * PAGE)
+    (tmp_path / "long").write_bytes(content)
+    monkeypatch.setattr("layout.direct.os.preadv", preadv)
+    blocks = file_blocks(tmp_path / "long", 0, len(content), BUFFERED, block_bytes=PAGE, n_ahead=n_ahead)
+    for number, block in enumerate(blocks):
+        for _ in range(1 + n_ahead if number == 0 else number + n_ahead < n_blocks):
+            assert n_begun.acquire(timeout=10)
+        assert bytes(block) == content[number * PAGE : (number + 1) * PAGE]
+
+
+def test_a_limited_drive_delivers_the_same_bytes_no_faster_than_its_limit(tmp_path: Path) -> None:
+    content = os.urandom(1 << 16)
+    (tmp_path / "record").write_bytes(content)
+    mode = probe_directory(tmp_path)
+    buffers = [aligned_buffer(1 << 16) for _ in range(4)]
+    with Reader([mode], [4], limits=[1 << 20]) as reader:
+        start = time.perf_counter()
+        for buffer in buffers:
+            reader.submit(ReadRequest(None, 0, Extent(tmp_path / "record", 0, 1 << 16), buffer))
+        done = [reader.wait() for _ in buffers]
+    # A lower bound is no matter of speed: four records at 16 a second take a quarter of one.
+    assert time.perf_counter() - start >= 0.25
+    assert all(completion.payload == content for completion in done)

@@ -10,9 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import DATA, command, succeed
 from loop_mounts import mounted_ext4
 
+from layout.drives import free_bytes
+from manifests.geometry import load_geometry
 from prep.journal import JOURNAL_NAME
 
 CHECKPOINT = DATA / "tiny-k3.1"
@@ -177,6 +180,42 @@ def test_pauses_when_the_disk_fills_and_goes_on_when_there_is_room(small_disk: P
     ballast.unlink()
     succeed("kprep", "extract", CHECKPOINT, out, "--reserve", reserve)
     assert contents(out) == uninterrupted
+
+
+@pytest.fixture
+def checkpoint_of_120_mb(tmp_path: Path) -> Path:
+    """The tiny K3.1 with experts of 836 kB."""
+    values = load_geometry("tiny").to_dict() | {"latent_size": 512, "expert_intermediate_size": 1024}
+    (tmp_path / "larger.yaml").write_text(yaml.safe_dump(values))
+    succeed("kprep", "make-tiny", tmp_path / "checkpoint", "--geometry", tmp_path / "larger.yaml")
+    return tmp_path / "checkpoint"
+
+
+def test_pauses_on_a_full_disk_of_200_mb_and_goes_on_when_there_is_room(tmp_path: Path, checkpoint_of_120_mb: Path) -> None:
+    checkpoint, whole = checkpoint_of_120_mb, tmp_path / "whole"
+    succeed("kprep", "extract", checkpoint, whole)
+    expected = contents(whole)
+    assert sum(map(len, expected.values())) > 120_000_000
+    with mounted_ext4(tmp_path / "disk", n_bytes=200_000_000) as disk:
+        out, ballast = disk / "out", disk / "ballast"
+        process = start("extract", checkpoint, out, "--reserve", "0", "--journal-every", 1)
+        while process.poll() is None and not ((out / JOURNAL_NAME).exists() and (out / JOURNAL_NAME).read_bytes().count(b"\n") > 20):
+            time.sleep(0.001)
+        # Held meanwhile: filling so much takes longer than what is left to extract.
+        process.send_signal(signal.SIGSTOP)
+        fill(ballast)
+        assert free_bytes(disk) < 836_000
+        process.send_signal(signal.SIGCONT)
+        said = process.communicate()[0]
+        assert process.returncode == 5 and "Traceback" not in said, said
+        assert not list(disk.rglob("*.partial")) and not (out / "manifest.yaml").exists()
+        done = {path.name: path.read_bytes() for path in (out / "experts").glob("L*.bin")}
+        assert 20 <= len(done) < 144 and all(expected[f"experts/{name}"] == data for name, data in done.items())
+        again = command("kprep", "extract", checkpoint, out, "--reserve", "0")
+        assert again.code == 5 and not (out / "manifest.yaml").exists()
+        ballast.unlink()
+        succeed("kprep", "extract", checkpoint, out, "--reserve", "0")
+        assert contents(out) == expected
 
 
 def fill(path: Path) -> None:
