@@ -5,6 +5,7 @@ direct reads the mode says so and why, and the same calls go through the page ca
 """
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -62,16 +63,20 @@ def span_bytes(n_bytes: int, alignment: int = PAGE) -> int:
 
 
 def aligned_buffer(n_bytes: int) -> memoryview:
-    """Return zeroed, page-aligned, writable memory that is really there; in huge pages where that pays.
+    """Return zeroed, page-aligned, writable memory that is really there; from 2 MiB on it begins on a huge page and lies in huge pages.
 
     Memory that was never touched would be faulted in during the first read: btrfs then reads through the page cache, and every first read is slow.
+    Small pages at the ends of a record's buffer cost a drive of 3 GB/s a fifth of its rate.
     """
-    memory = mmap.mmap(-1, round_up(max(n_bytes, 1), PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if n_bytes >= _HUGE_PAGE:
+    length, step = round_up(max(n_bytes, 1), PAGE), _HUGE_PAGE if n_bytes >= _HUGE_PAGE else PAGE
+    # One huge page more than is needed, whole ones at both ends included; what is not touched takes no memory.
+    memory = mmap.mmap(-1, round_up(length, step) + (step if step > PAGE else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    first = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % step
+    if step > PAGE:
         memory.madvise(mmap.MADV_HUGEPAGE)
-    view = memoryview(memory)
+    view = memoryview(memory)[first : first + length]
     try:
-        memory.madvise(_MADV_POPULATE_WRITE)
+        memory.madvise(_MADV_POPULATE_WRITE, first, length)
     except OSError:
         # Before Linux 5.14: touch every page.
         view[::PAGE] = bytes(len(view[::PAGE]))

@@ -8,8 +8,8 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +44,7 @@ class BlockDevice:
     pci_address    of the function that the device hangs on
     link_speed     as now negotiated, in the kernel's words: "16.0 GT/s PCIe"; link_width is a number of lanes
     backing_file   the file, or device node, of a loop device
+    pci_path       the bridges on the way from the root to that function, and the function itself, last
     """
 
     name: str
@@ -61,6 +62,14 @@ class BlockDevice:
     max_link_width: str | None
     numa_node: int | None
     backing_file: str | None
+    pci_path: tuple[str, ...] = ()
+
+
+class Temperature(NamedTuple):
+    """What a drive's own sensor says, in degrees Celsius; `most` is where it warns, None if it does not tell."""
+
+    now: float
+    most: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +163,67 @@ def link_limit_bytes_per_s(device: BlockDevice) -> float | None:
     """
     if device.link_speed is None or device.link_width is None:
         return None
-    speed, width = re.match(r"[0-9.]+", device.link_speed), re.fullmatch(r"[1-9][0-9]*", device.link_width)
+    rate = pcie_bytes_per_s(device.link_speed, device.link_width)
+    return None if rate is None else rate * device.n_paths
+
+
+def pcie_bytes_per_s(link_speed: str, link_width: str) -> float | None:
+    """Return what a PCIe link carries before packet headers, from the kernel's words ("16.0 GT/s PCIe", "4"); None if they are others."""
+    speed, width = re.match(r"[0-9.]+", link_speed), re.fullmatch(r"[1-9][0-9]*", link_width)
     if speed is None or width is None or float(speed[0]) not in _LANE_BYTES_PER_S:
         return None
-    return _LANE_BYTES_PER_S[float(speed[0])] * int(width[0]) * device.n_paths
+    return _LANE_BYTES_PER_S[float(speed[0])] * int(width[0])
+
+
+def best_link_bytes_per_s(device: BlockDevice) -> float | None:
+    """Return what the link could carry at the drive's own greatest speed and width, or None where the kernel does not tell."""
+    return link_limit_bytes_per_s(replace(device, link_speed=device.max_link_speed, link_width=device.max_link_width))
+
+
+def temperature_of(device: BlockDevice, *, sys_root: Path = Path("/sys")) -> Temperature | None:
+    """Return a drive's temperature, None where it has no sensor that can be read."""
+    controller = sys_root / "class/block" / device.name / "device"
+    # Kernels differ in where the sensor hangs.
+    sensors = [s for pattern in ("hwmon[0-9]*", "hwmon/hwmon[0-9]*", "device/hwmon/hwmon[0-9]*") for s in sorted(controller.glob(pattern))]
+    now = _read_int(sensors[0] / "temp1_input") if sensors else None
+    if now is None:
+        return None
+    most = _read_int(sensors[0] / "temp1_max")
+    return Temperature(now / 1000, None if most is None else most / 1000)
+
+
+def device_read_bytes(facts: DirectoryFacts, *, sys_root: Path = Path("/sys")) -> int | None:
+    """Return what the devices under a directory have read since the machine started, for whomever, as the kernel counts it.
+
+    None where it does not count: in memory, in part in memory, or on devices that cannot be seen.
+    """
+    counts = [_counted_bytes(device.name, sys_root) for device in facts.physical]
+    known = [count for count in counts if count is not None]
+    return sum(known) if known and len(known) == len(counts) and RAM not in facts.physical_names else None
+
+
+def _counted_bytes(name: str, sys_root: Path) -> int | None:
+    # Older kernels count NVMe multipath at the paths alone.
+    counts = [_stat_bytes(directory) for directory in (sys_root / "class/block" / name, *_multipath_paths(name, sys_root))]
+    whole, of_paths = counts[0], sum(count or 0 for count in counts[1:])
+    return None if whole is None else max(whole, of_paths)
+
+
+def _stat_bytes(directory: Path) -> int | None:
+    """Return the bytes read of a device. Source: the kernel's Documentation/block/stat.rst, third field, sectors of 512 bytes."""
+    words = (_read(directory / "stat") or "").split()
+    return int(words[2]) * _SECTOR_BYTES if len(words) > 2 and words[2].isdecimal() else None
+
+
+def group_by_device(facts: Sequence[DirectoryFacts]) -> tuple[int, ...]:
+    """Return a number for each directory, counting from 0; those that have a device in common, if through others, have the same."""
+    group = list(range(len(facts)))
+    for n, one in enumerate(facts):
+        for other in range(n):
+            if not one.physical_names.isdisjoint(facts[other].physical_names):
+                group = [group[other] if number == group[n] else number for number in group]
+    numbers = {number: n for n, number in enumerate(dict.fromkeys(group))}
+    return tuple(numbers[number] for number in group)
 
 
 def _existing_directory(path: Path) -> Path:
@@ -264,7 +330,8 @@ def _block_device(directory: Path, sys_root: Path) -> BlockDevice:
     # A multipath device's own directory hangs on no PCI function.
     paths = _multipath_paths(name, sys_root) or [directory]
     path = paths[0]
-    function = next((p for p in (path, *path.parents) if _PCI_ADDRESS.fullmatch(p.name)), None)
+    functions = [p for p in (path, *path.parents) if _PCI_ADDRESS.fullmatch(p.name)]
+    function = functions[0] if functions else None
     node = next((node for p in (path, *path.parents) if (node := _read_int(p / "numa_node")) is not None), None)
     rotational = _read_int(directory / "queue/rotational")
     return BlockDevice(
@@ -283,6 +350,7 @@ def _block_device(directory: Path, sys_root: Path) -> BlockDevice:
         max_link_width=_read(function / "max_link_width") if function else None,
         numa_node=node if node is not None and node >= 0 else None,
         backing_file=_read(directory / "loop/backing_file"),
+        pci_path=tuple(p.name for p in reversed(functions)),
     )
 
 

@@ -19,7 +19,7 @@ import yaml
 
 from manifests.errors import BadInputError
 from manifests.geometry import Geometry, geometry_from_dict
-from manifests.manifest import SCHEMA, Drive, Manifest, check_base
+from manifests.manifest import SCHEMA, Drive, Manifest, check_base, may_be_absent
 from manifests.ranges import format_ranges, parse_ranges
 from manifests.seal import check_seal
 
@@ -130,16 +130,16 @@ def _holds(geometry: Geometry, value: Any, place: str) -> npt.NDArray[np.bool_]:
 
 
 def _facts(kind: Any, value: Any, place: str, **read: _Reader) -> Any:
-    """Build the dataclass `kind` from a mapping with exactly its fields; `read` has the fields that their types do not explain."""
+    """Build the dataclass `kind` from a mapping with its fields and no others; `read` has the fields that their types do not explain."""
     values = _mapping(value, place)
     _check_names(kind, values, place)
     readers = {name: read.get(name) or partial(_value, hint, name) for name, hint in _hints(kind).items()}
-    return kind(**{name: reader(values[name], f"{place}.{name}" if place else name) for name, reader in readers.items()})
+    return kind(**{name: reader(values[name], f"{place}.{name}" if place else name) for name, reader in readers.items() if name in values})
 
 
 def _check_names(kind: Any, values: dict[Any, Any], place: str) -> None:
     unknown = [name for name in values if name not in _hints(kind)]
-    missing = [name for name in _hints(kind) if name not in values]
+    missing = [name for name in _hints(kind) if name not in values and name not in may_be_absent(kind)]
     if unknown or missing:
         raise BadInputError(f"{place}: unknown keys {unknown}, missing keys {missing}")
 

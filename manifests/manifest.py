@@ -4,9 +4,10 @@ Types and what must be true of them together. It opens no file; digests are text
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from os.path import normpath
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,17 @@ from manifests.ranges import format_ranges
 SCHEMA = 1
 TIERS = "ABCD"
 BASE_TIERS = "AB"
+_MAY_BE_ABSENT = "may be absent"
+
+
+def _later(default: Any) -> Any:
+    """Return a field that manifests written before it existed lack: it then has its default."""
+    return field(default=default, metadata={_MAY_BE_ABSENT: True})
+
+
+def may_be_absent(facts: Any) -> frozenset[str]:
+    """Return the names of a dataclass's fields that a manifest need not have."""
+    return frozenset(f.name for f in fields(facts) if _MAY_BE_ABSENT in f.metadata)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +116,24 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
+class DepthRate:
+    """What a drive gave with `depth` reads in flight."""
+
+    depth: int
+    read_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
-    """What a drive did when it was measured: whole records read at random, `depth` of them in flight."""
+    """What a drive did when it was measured: whole records read at random, `depth` of them in flight.
+
+    n_bytes, seconds          what was read at that depth, and in what time
+    curve                     the rate at each depth that was tried
+    device_bytes              what the kernel saw the devices read meanwhile, for whomever; None where it does not count
+    is_cache_suspected        the devices read far less than was asked for: something in between has the bytes
+    is_on_trial_files         measured on files made for it; fresh files may be read faster than old ones
+    with_uploads_bytes_per_s  the rate with uploads to the GPU running beside; None if that was not measured
+    """
 
     date: str
     reader: str
@@ -118,6 +146,19 @@ class Profile:
     max_us: float
     n_bytes: int
     seconds: float
+    curve: tuple[DepthRate, ...] = _later(())
+    device_bytes: int | None = _later(None)
+    is_cache_suspected: bool = _later(False)
+    is_on_trial_files: bool = _later(False)
+    with_uploads_bytes_per_s: float | None = _later(None)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedLink:
+    """Drives that give less together than the sum of what each gives alone, or that lie on one device; named by their directories."""
+
+    directories: tuple[str, ...]
+    read_bytes_per_s: float
 
 
 # Drives are compared by identity: `==` of an array is no truth value.
@@ -156,6 +197,8 @@ class Manifest:
     spine: Spine
     tokenizer: Tokenizer
     experts: HashList
+    # Before the drives: a file that was cut short must not read as one without links.
+    links: tuple[SharedLink, ...] = _later(())
     drives: tuple[Drive, ...]
 
     def __post_init__(self) -> None:
@@ -194,6 +237,14 @@ def _faults_of(m: Manifest) -> list[str]:
     faults += [f"drives[{i}]: {fault}" for i, drive in enumerate(m.drives) for fault in _drive_faults(drive, m.geometry)]
     n_times = Counter(normpath(drive.directory) for drive in m.drives)
     faults += [f"drives: {directory} is there {n} times, expected once" for directory, n in n_times.items() if n > 1]
+    known = [drive.directory for drive in m.drives]
+    return faults + [f"links[{i}]: {fault}" for i, link in enumerate(m.links) for fault in _link_faults(link, known)]
+
+
+def _link_faults(link: SharedLink, known: list[str]) -> list[str]:
+    faults = [f"{directory} is the directory of no drive" for directory in link.directories if directory not in known]
+    if len(set(link.directories)) < max(2, len(link.directories)):
+        faults.append(f"names {', '.join(link.directories) or 'no directory'}, expected two drives or more, each once")
     return faults
 
 

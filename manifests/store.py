@@ -158,8 +158,8 @@ def _block(values: dict[Any, Any], indent: str) -> list[str]:
 
 
 def _item(key: str | int, values: dict[Any, Any], indent: str) -> list[str]:
-    # A checkpoint has a hundred files: one line each.
-    if key == "files":
+    # A checkpoint has a hundred files, a curve six points: one line each.
+    if key in ("files", "curve"):
         return [f"{indent}- {_inline(values)}"]
     first, *others = _block(values, indent + "  ")
     return [f"{indent}- {first.lstrip()}", *others]

@@ -1,4 +1,4 @@
-"""The manifest: its exact text, what is refused and where, and how one replaces another."""
+"""The manifest: its exact text, and what is refused and where."""
 
 import os
 import random
@@ -13,17 +13,19 @@ import yaml
 
 import manifests
 from layout import record
-from manifests.errors import BadInputError, KtierError, NoSpaceError
+from manifests.errors import BadInputError
 from manifests.geometry import load_geometry
 from manifests.load import load_manifest, parse_manifest
 from manifests.manifest import (
     CarriedFile,
+    DepthRate,
     Device,
     Drive,
     HashList,
     Manifest,
     Profile,
     Record,
+    SharedLink,
     Source,
     SourceFile,
     Spine,
@@ -31,7 +33,7 @@ from manifests.manifest import (
     check_base,
 )
 from manifests.seal import has_seal, sealed
-from manifests.store import history, manifest_text, next_generation, write_manifest
+from manifests.store import manifest_text, write_manifest
 
 EXAMPLE = Path(manifests.__file__).parent / "example.yaml"
 A32, B32, C32, D32, E32 = ("0a" * 16, "1b" * 16, "2c" * 16, "3d" * 16, "4e" * 16)
@@ -107,6 +109,10 @@ experts:
   path: "experts.xxh128"
   xxh3_128: "4e4e4e4e4e4e4e4e4e4e4e4e4e4e4e4e"
 
+links:
+  - directories: ["/mnt/a \\"b\\" \\\\ é\\U0000000a", "more"]
+    read_bytes_per_s: 8000000000.0
+
 drives:
   - tier: "A"
     directory: "/mnt/a \\"b\\" \\\\ é\\U0000000a"
@@ -134,6 +140,13 @@ drives:
       max_us: 4.0
       n_bytes: 100
       seconds: 0.1
+      curve:
+        - {depth: 1, read_bytes_per_s: 5000000000.0}
+        - {depth: 3, read_bytes_per_s: 7000000000.5}
+      device_bytes: 96
+      is_cache_suspected: false
+      is_on_trial_files: true
+      with_uploads_bytes_per_s: null
     holds:
       1: "0-15"
       2: "0-3,10-15"
@@ -156,7 +169,8 @@ def small_manifest() -> Manifest:
     a[1], a[2, :4], a[2, 10:], a[3, 7] = True, True, True, True
     b[2, 4:10], b[3] = True, True
     device = Device("nvme0n1", "Disk  7", "", None, "0000:01:00.0", "16.0 GT/s PCIe", "4", None, None, -1)
-    profile = Profile("2026-11-05", "preadv", True, 3, 7000000000.5, 2.5e-7, 1e16, 3, 4.0, 100, 0.1)
+    curve = (DepthRate(1, 5e9), DepthRate(3, 7000000000.5))
+    profile = Profile("2026-11-05", "preadv", True, 3, 7000000000.5, 2.5e-7, 1e16, 3, 4.0, 100, 0.1, curve, 96, is_on_trial_files=True)
     return Manifest(
         generation=1,
         created="2026-11-05T10:00:00Z",
@@ -173,6 +187,7 @@ def small_manifest() -> Manifest:
         tokenizer=Tokenizer("tokenizer", (CarriedFile("tiktoken.model", 77, D32),)),
         experts=HashList("experts.xxh128", E32),
         drives=(Drive("A", '/mnt/a "b" \\ é\n', "ext4", (device,), profile, a), Drive("B", "more", "xfs", (), None, b)),
+        links=(SharedLink(('/mnt/a "b" \\ é\n', "more"), 8e9),),
     )
 
 
@@ -202,7 +217,7 @@ def scattered_manifest(n_copies: int) -> Manifest:
         for name, holds in (("x", half), ("y", ~half)):
             holds[: geometry.n_dense_layers] = False
             drives.append(Drive("ABCD"[copy], f"/mnt/{copy}{name}", "ext4", (), None, holds))
-    return replace(small_manifest(), geometry=geometry, drives=tuple(drives))
+    return replace(small_manifest(), geometry=geometry, drives=tuple(drives), links=())
 
 
 def test_the_text_is_this_to_the_byte():
@@ -225,6 +240,19 @@ def test_a_geometry_with_an_indexer_and_scattered_drives_comes_back(tmp_path):
 def test_any_text_comes_back(text):
     manifest = replace(small_manifest(), spine=Spine(text, 1, B32))
     assert parse_manifest(manifest_text(manifest), where="m").spine.path == text
+
+
+def test_a_manifest_of_before_curves_and_links_is_read():
+    later = (
+        SMALL_TEXT[SMALL_TEXT.index("      curve:") : SMALL_TEXT.index("    holds:")],
+        SMALL_TEXT[SMALL_TEXT.index("links:") : SMALL_TEXT.index("drives:")],
+    )
+    text = SMALL_TEXT.replace(later[0], "").replace(later[1], "")
+    assert len(text) < len(SMALL_TEXT) - 300
+    manifest, small = parse_manifest(text, where="m"), small_manifest()
+    profile = Profile("2026-11-05", "preadv", True, 3, 7000000000.5, 2.5e-7, 1e16, 3, 4.0, 100, 0.1, (), None, False, False, None)
+    assert_same(manifest, replace(small, links=(), drives=(replace(small.drives[0], profile=profile), small.drives[1])))
+    assert_same(parse_manifest(manifest_text(manifest), where="m"), manifest)
 
 
 def test_a_directory_that_is_not_unicode_is_refused_when_written():
@@ -256,13 +284,16 @@ REFUSED = [
     ("n_bytes: 1234, ", "", "source.files[0]: unknown keys [], missing keys ['n_bytes']"),
     ("        kind: null\n", "", "drives[0].devices[0]: unknown keys [], missing keys ['kind']"),
     ("      depth: 3\n", "", "drives[0].profile: unknown keys [], missing keys ['depth']"),
-    ("    profile: null\n", "", "drives[1]: unknown keys [], missing keys ['profile']"),
+    ("    profile: null\n    h", "    h", "drives[1]: unknown keys [], missing keys ['profile']"),
+    ("      curve:", "      colour: 3\n      curve:", "drives[0].profile: unknown keys ['colour'], missing keys []"),
+    ("{depth: 1, read", "{depth: 1, write: 2, read", "drives[0].profile.curve[0]: unknown keys ['write'], missing keys []"),
+    ('"more"]\n    read_bytes_per_s: 8000000000.0', '"more"]', "links[0]: unknown keys [], missing keys ['read_bytes_per_s']"),
     ("generation: 1", "generation: 1\ngeneration: 1", "line 8, column 1: the key 'generation' is there twice"),
-    ('      2: "4-9"', '      2: "4-9"\n      2: "4-9"', "line 110, column 7: the key 2 is there twice"),
+    ('      2: "4-9"', '      2: "4-9"\n      2: "4-9"', "line 121, column 7: the key 2 is there twice"),
     ("n_bytes: 1234, ", "n_bytes: 1234, n_bytes: 1234, ", "the key 'n_bytes' is there twice"),
     ("schema: 1", "<<: {generation: 1}\nschema: 1", "line 6, column 1: could not determine a constructor for the tag"),
     ("schema: 1", "schema: 1\ntrue: 1", "the key True is neither a name nor a number"),
-    ('      2: "4-9"', '      "2": "4-9"', "line 109, column 7: the key '2' is a name among numbers"),
+    ('      2: "4-9"', '      "2": "4-9"', "line 120, column 7: the key '2' is a name among numbers"),
     # types
     ("generation: 1", 'generation: "1"', "generation: is '1', expected a whole number"),
     ("generation: 1", "generation: true", "generation: is True, expected a whole number"),
@@ -298,6 +329,10 @@ REFUSED = [
     ('digest: "0a', 'digest: "xa', "source.digest: is 'xa0a"),
     ("end_ids: [510, 511]", "end_ids: [510, 512]", "end_ids has 512, but the vocabulary ends at 511"),
     ("  hidden_size: 128", "  hidden_size: 127", "geometry: model geometry: hidden_size is 127"),
+    ('"more"]', '"less"]', "links[0]: less is the directory of no drive"),
+    (', "more"]', "]", "links[0]: names /mnt/a "),
+    ('"more"]', '"more", "more"]', "expected two drives or more, each once"),
+    ("- {depth: 1, read", "- {depth: 0, read", "drives[0].profile.curve[0].depth: is 0, expected a number from 1 on"),
     # drives
     ('tier: "B"', 'tier: "E"', "drives[1]: tier is 'E', expected one of A, B, C, D"),
     ('tier: "B"', 'tier: "AB"', "drives[1]: tier is 'AB', expected one of A, B, C, D"),
@@ -362,7 +397,7 @@ def test_a_missing_file_and_a_directory_are_bad_input(tmp_path):
 def test_one_directory_cannot_be_two_drives():
     a, b = small_manifest().drives
     with pytest.raises(BadInputError, match="drives: more is there 2 times, expected once"):
-        replace(small_manifest(), drives=(replace(a, directory="./more/"), b))
+        replace(small_manifest(), drives=(replace(a, directory="./more/"), b), links=())
 
 
 def test_several_drives_may_share_a_tier():
@@ -424,143 +459,6 @@ def test_the_example_has_its_keys_in_the_order_that_kprep_writes():
     values = [line for line in EXAMPLE.read_text().splitlines() if line and not line.lstrip().startswith("#")]
     written = [line for line in manifest_text(load_manifest(EXAMPLE)).splitlines() if line and not line.startswith("#")]
     assert [line.partition(":")[0] for line in values] == [line.partition(":")[0] for line in written]
-
-
-def test_the_first_generation_is_1_and_leaves_no_history(tmp_path):
-    path = tmp_path / "manifest.yaml"
-    assert next_generation(path) == 1
-    assert write_manifest(path, small_manifest()) == path
-    assert path.read_text() == sealed(SMALL_TEXT)
-    assert os.listdir(tmp_path) == ["manifest.yaml"]
-    assert history(path) == []
-    assert next_generation(path) == 2
-
-
-def test_each_former_manifest_is_kept_byte_for_byte(tmp_path):
-    path = write_manifest(tmp_path / "manifest.yaml", small_manifest())
-    edited = path.read_bytes() + b"# a remark by hand\n"
-    path.write_bytes(edited)
-    for generation in (2, 3):
-        write_manifest(path, replace(small_manifest(), generation=generation))
-    folder = tmp_path / "manifest.history"
-    assert history(path) == [(1, folder / "000001.yaml"), (2, folder / "000002.yaml")]
-    assert (folder / "000001.yaml").read_bytes() == edited
-    assert load_manifest(folder / "000002.yaml").generation == 2
-    assert load_manifest(path).generation == 3
-    assert sorted(os.listdir(folder)) == ["000001.yaml", "000002.yaml"]
-    assert sorted(os.listdir(tmp_path)) == ["manifest.history", "manifest.yaml"]
-
-
-@pytest.mark.parametrize("generation", [1, 3])
-def test_a_generation_that_does_not_follow_is_refused(tmp_path, generation):
-    path = write_manifest(tmp_path / "manifest.yaml", small_manifest())
-    with pytest.raises(KtierError, match=f"is generation {generation}, expected 2: another command has written in between"):
-        write_manifest(path, replace(small_manifest(), generation=generation))
-    assert path.read_text() == sealed(SMALL_TEXT)
-    assert os.listdir(tmp_path) == ["manifest.yaml"]
-
-
-def test_a_generation_is_not_used_twice_after_a_return_by_hand(tmp_path):
-    path = write_manifest(tmp_path / "manifest.yaml", small_manifest())
-    for generation in (2, 3):
-        write_manifest(path, replace(small_manifest(), generation=generation))
-    folder = tmp_path / "manifest.history"
-    path.write_bytes((folder / "000001.yaml").read_bytes())
-    assert next_generation(path) == 3
-    assert history(path) == [(2, folder / "000002.yaml")]
-    path.unlink()
-    assert next_generation(path) == 3
-
-
-def test_other_files_in_the_history_are_no_generations(tmp_path):
-    path = write_manifest(tmp_path / "manifest.yaml", small_manifest())
-    (tmp_path / "manifest.history").mkdir()
-    for name in ("7.yaml", "000008.yaml.partial", "notes.txt", "000009.yaml~"):
-        (tmp_path / "manifest.history" / name).write_text("x")
-    assert history(path) == [] and next_generation(path) == 2
-
-
-def test_a_copy_with_the_same_number_and_other_bytes_is_not_overwritten(tmp_path):
-    path = write_manifest(tmp_path / "manifest.yaml", small_manifest())
-    copy = tmp_path / "manifest.history" / "000001.yaml"
-    copy.parent.mkdir()
-    copy.write_text("other")
-    with pytest.raises(KtierError, match=r"000001\.yaml: differs from"):
-        write_manifest(path, replace(small_manifest(), generation=2))
-    assert copy.read_text() == "other" and path.read_text() == sealed(SMALL_TEXT)
-
-
-def test_a_manifest_that_could_not_be_loaded_is_not_published(tmp_path):
-    a, b = small_manifest().drives
-    path = tmp_path / "manifest.yaml"
-    with pytest.raises(BadInputError, match=r"the new manifest\.yaml: tiers A and B must together hold every expert"):
-        write_manifest(path, replace(small_manifest(), drives=(a, replace(b, tier="C"))))
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_present_file_that_is_no_manifest_is_not_replaced(tmp_path):
-    path = tmp_path / "manifest.yaml"
-    path.write_text("schema: 1\n")
-    with pytest.raises(BadInputError, match="missing keys"):
-        write_manifest(path, small_manifest())
-    assert path.read_text() == "schema: 1\n"
-
-
-def test_the_old_manifest_stays_when_the_partial_file_cannot_be_opened(tmp_path):
-    path = write_manifest(tmp_path / "manifest.yaml", small_manifest())
-    (tmp_path / "manifest.yaml.partial").mkdir()
-    with pytest.raises(KtierError, match=r"manifest\.yaml: cannot be written: .*Is a directory.*the former file is unharmed"):
-        write_manifest(path, replace(small_manifest(), generation=2))
-    assert path.read_text() == sealed(SMALL_TEXT)
-    # The history copy of this failed write is the present manifest itself, so there is nothing to return to.
-    assert history(path) == []
-    (tmp_path / "manifest.yaml.partial").rmdir()
-    write_manifest(path, replace(small_manifest(), generation=2))
-    assert [generation for generation, _ in history(path)] == [1]
-
-
-def test_a_full_disk_is_named_and_leaves_the_old_manifest(tmp_path):
-    path = write_manifest(tmp_path / "manifest.yaml", small_manifest())
-    (tmp_path / "manifest.yaml.partial").symlink_to("/dev/full")
-    with pytest.raises(NoSpaceError, match="No space left on device"):
-        write_manifest(path, replace(small_manifest(), generation=2))
-    assert path.read_text() == sealed(SMALL_TEXT)
-    assert sorted(os.listdir(tmp_path)) == ["manifest.history", "manifest.yaml"]
-
-
-def test_a_partial_file_of_a_killed_run_is_in_nobodys_way(tmp_path):
-    path = tmp_path / "manifest.yaml"
-    (tmp_path / "manifest.yaml.partial").write_text("x" * 100_000)
-    write_manifest(path, small_manifest())
-    assert path.read_text() == sealed(SMALL_TEXT)
-    assert os.listdir(tmp_path) == ["manifest.yaml"]
-
-
-@pytest.mark.parametrize("step", ["fsync", "replace"])
-def test_an_interrupt_removes_the_partial_file_and_leaves_the_old_manifest(tmp_path, monkeypatch, step):
-    path = write_manifest(tmp_path / "manifest.yaml", small_manifest())
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(os, step, interrupt)
-        write_manifest(path, replace(small_manifest(), generation=2))
-    assert path.read_text() == sealed(SMALL_TEXT)
-    assert not list(tmp_path.rglob("*.partial"))
-
-
-def test_the_bytes_are_on_the_disk_before_the_name(tmp_path, monkeypatch):
-    steps = []
-    for name in ("fsync", "replace"):
-        real = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *args, _real=real, _name=name: (steps.append(_name), _real(*args))[1])
-    write_manifest(tmp_path / "manifest.yaml", small_manifest())
-    assert steps == ["fsync", "replace", "fsync"]
-    steps.clear()
-    write_manifest(tmp_path / "manifest.yaml", replace(small_manifest(), generation=2))
-    # The new folder's name, then the copy of the former manifest, then the new one.
-    assert steps == ["fsync", "fsync", "replace", "fsync", "fsync", "replace", "fsync"]
 
 
 def test_a_cut_text_is_never_another_manifest():
