@@ -5,7 +5,6 @@ looked at here.
 """
 
 import ctypes
-import dataclasses
 import errno
 import mmap
 import os
@@ -13,7 +12,6 @@ import platform
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -21,14 +19,23 @@ import numpy as np
 import xxhash
 
 from layout.direct import PAGE, Extent, ReadMode, aligned_buffer, probe_directory, read_extent, round_up, span_bytes
-from layout.drives import BlockDevice, DirectoryFacts, default_reserve, describe_directory, free_bytes, link_limit_bytes_per_s
-from layout.memory import available_host_bytes, cgroup_limits, is_under_cgroup_v1, meminfo_bytes
+from layout.drives import (
+    BlockDevice,
+    DirectoryFacts,
+    best_link_bytes_per_s,
+    default_reserve,
+    describe_directory,
+    free_bytes,
+    link_limit_bytes_per_s,
+    temperature_of,
+)
+from layout.findings import MACHINE, Finding, Level, cgroup_finding, huge_pages_finding, locked_memory_finding
+from layout.memory import available_host_bytes, meminfo_bytes
 from layout.record import parse_expert_file_name
 from layout.sizes import format_rate, format_size
 from layout.writer import PARTIAL_SUFFIX, write_record
 from manifests.errors import BadInputError, Interrupted, KtierError
 
-MACHINE = "machine"
 LEAST_OPEN_FILES = 1024
 # What every kprep command stays below.
 LEAST_MEMORY_BYTES = 2 << 30
@@ -42,33 +49,6 @@ _STEPS = (512, 1024, 2048, PAGE, 16384, 65536)
 _MOST_CACHED = 0.1
 
 _libc = ctypes.CDLL(None, use_errno=True)
-
-Level = Literal["good", "note", "bad"]
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at.
-
-    what   its short name; `where` is the directory as it was given, or "machine"
-    level  good; note: it works, at a cost that the text names; bad: a run would fail
-    cure   a command or a sentence; empty when good
-    """
-
-    what: str
-    where: str
-    level: Level
-    text: str
-    cure: str = ""
-
-    def __post_init__(self) -> None:
-        assert (self.level == "good") == (not self.cure)
-
-
-def finding_line(finding: Finding) -> str:
-    """Return a finding as people read it; its cure, where there is one, on a second line."""
-    line = f"{finding.level:4}  {finding.where}: {finding.what}: {finding.text}"
-    return f"{line}\n      to do: {finding.cure}" if finding.cure else line
 
 
 def examine(paths: list[Path], *, record_bytes: int = 17_547_264, sys_root: Path = Path("/sys"), proc_root: Path = Path("/proc")) -> list[Finding]:
@@ -98,10 +78,10 @@ def _machine_findings(sys_root: Path, proc_root: Path) -> Iterator[Finding]:
     versions = f"Python {platform.python_version()}, numpy {np.__version__}, xxhash {xxhash.VERSION}"
     yield Finding("versions", MACHINE, "good", f"Linux {platform.release()}, {versions}")
     yield _memory_finding(sys_root, proc_root)
-    yield _cgroup_finding(sys_root, proc_root)
-    yield _huge_pages_finding(sys_root)
+    yield cgroup_finding(sys_root=sys_root, proc_root=proc_root)
+    yield huge_pages_finding(sys_root=sys_root)
     yield _open_files_finding()
-    yield _locked_memory_finding()
+    yield locked_memory_finding()
 
 
 def _memory_finding(sys_root: Path, proc_root: Path) -> Finding:
@@ -113,27 +93,6 @@ def _memory_finding(sys_root: Path, proc_root: Path) -> Finding:
     return Finding("memory", MACHINE, "good", text)
 
 
-def _cgroup_finding(sys_root: Path, proc_root: Path) -> Finding:
-    limits = cgroup_limits(proc_root=proc_root, sys_root=sys_root)
-    if limits:
-        least = min(limits, key=lambda limit: limit.room_bytes)
-        text = f"{least.folder} allows {format_size(least.limit_bytes)}, {format_size(least.room_bytes)} of it free; krun's host pool must fit"
-        cure = "if that is too little: docker run --memory SIZE, or systemctl set-property UNIT MemoryMax=infinity"
-        return Finding("cgroup limit", MACHINE, "note", text, cure)
-    if is_under_cgroup_v1(proc_root=proc_root):
-        cure = "compare memory.limit_in_bytes below /sys/fs/cgroup/memory by hand, or boot with systemd.unified_cgroup_hierarchy=1"
-        return Finding("cgroup limit", MACHINE, "note", "memory is counted by cgroup version 1, whose limits are not looked at", cure)
-    return Finding("cgroup limit", MACHINE, "good", "no memory limit above this process")
-
-
-def _huge_pages_finding(sys_root: Path) -> Finding:
-    setting = _text_of(sys_root / "kernel/mm/transparent_hugepage/enabled")
-    if setting is not None and "[never]" not in setting:
-        return Finding("huge pages", MACHINE, "good", f"transparent huge pages: {setting}")
-    text = f"transparent huge pages: {setting or 'not in this kernel'}; reads land in 4 KiB pages, slower and for several times the processor time"
-    return Finding("huge pages", MACHINE, "note", text, "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled")
-
-
 def _open_files_finding() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = f"{_limit(soft)} at once; may be raised to {_limit(hard)}"
@@ -142,15 +101,6 @@ def _open_files_finding() -> Finding:
     raising = "ulimit -n {0}" if _reaches(hard, LEAST_OPEN_FILES) else "nofile {0} in /etc/security/limits.conf, or docker run --ulimit nofile={0}"
     text += f"; shards and reads in flight may want {LEAST_OPEN_FILES}"
     return Finding("open files", MACHINE, "note", text, raising.format(LEAST_OPEN_FILES))
-
-
-def _locked_memory_finding() -> Finding:
-    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
-        return Finding("locked memory", MACHINE, "good", "unlimited")
-    text = f"{_limit(soft)} bytes; may be raised to {_limit(hard)}; matters only where the GPU's driver counts krun's pinned memory against it"
-    cure = "if pinning fails: ulimit -l unlimited, memlock in /etc/security/limits.conf, or docker run --ulimit memlock=-1"
-    return Finding("locked memory", MACHINE, "note", text, cure)
 
 
 def _limit(value: int) -> str:
@@ -245,7 +195,7 @@ def _link_finding(path: Path, device: BlockDevice) -> Finding | None:
     if now is None:
         return None
     text = f"{device.name}: {device.link_speed} x{device.link_width}, at most {format_rate(now)}"
-    best = link_limit_bytes_per_s(dataclasses.replace(device, link_speed=device.max_link_speed, link_width=device.max_link_width))
+    best = best_link_bytes_per_s(device)
     if best is None or now >= best:
         return Finding("link", str(path), "good", text)
     text += f"; the drive can do {device.max_link_speed} x{device.max_link_width}, {format_rate(best)}: {format_rate(best - now)} are lost"
@@ -254,30 +204,16 @@ def _link_finding(path: Path, device: BlockDevice) -> Finding | None:
 
 
 def _temperature_finding(path: Path, device: BlockDevice, sys_root: Path) -> Finding | None:
-    sensor = _temperature_sensor(sys_root / "class/block" / device.name / "device")
-    now = _millidegrees(sensor / "temp1_input") if sensor else None
-    if sensor is None or now is None:
+    temperature = temperature_of(device, sys_root=sys_root)
+    if temperature is None:
         return None
-    text, most = f"{device.name}: {now // 1000} °C", _millidegrees(sensor / "temp1_max")
-    if most is None:
+    text = f"{device.name}: {int(temperature.now)} °C"
+    if temperature.most is None:
         return Finding("temperature", str(path), "good", text)
-    text += f", warns at {most // 1000} °C"
-    if now < most:
+    text += f", warns at {int(temperature.most)} °C"
+    if temperature.now < temperature.most:
         return Finding("temperature", str(path), "good", text)
     return Finding("temperature", str(path), "note", f"{text}: it reads slower to cool down", "give the drive a heat sink or more air")
-
-
-def _temperature_sensor(controller: Path) -> Path | None:
-    """Return the hwmon directory of a device; kernels differ in where it hangs."""
-    for pattern in ("hwmon[0-9]*", "hwmon/hwmon[0-9]*", "device/hwmon/hwmon[0-9]*"):
-        if found := sorted(controller.glob(pattern)):
-            return found[0]
-    return None
-
-
-def _millidegrees(path: Path) -> int | None:
-    text = _text_of(path)
-    return int(text) if text is not None and text.lstrip("-").isdecimal() else None
 
 
 def _text_of(path: Path) -> str | None:

@@ -93,7 +93,9 @@ def read_trace(path: Path, geometry: Geometry) -> np.ndarray:
         raise BadInputError(f"{path}: not a readable safetensors file: {error}") from None
     expected = (len(geometry.moe_layers), geometry.n_experts_per_token)
     if trace.ndim != 3 or trace.shape[1:] != expected or not len(trace) or not np.issubdtype(trace.dtype, np.integer):
-        raise BadInputError(f"{path}: {TRACE_KEY} is {trace.dtype} {list(trace.shape)}, expected whole numbers [tokens, {expected[0]}, {expected[1]}]")
+        raise BadInputError(
+            f"{path}: {TRACE_KEY} is {trace.dtype} {list(trace.shape)}, expected whole numbers [tokens, {expected[0]}, {expected[1]}]"
+        )
     trace = np.sort(trace.astype(np.int64), axis=-1)
     if trace.min() < 0 or trace.max() >= geometry.n_experts or (np.diff(trace, axis=-1) == 0).any():
         raise BadInputError(f"{path}: {TRACE_KEY} holds an expert twice in one row, or one outside 0..{geometry.n_experts - 1}")

@@ -40,10 +40,10 @@ def write_logits(path: Path, logits: Tensor, facts: dict[str, str]) -> None:
     write_bytes(path, safetensors.torch.save({LOGITS_KEY: logits.contiguous()}, metadata=facts))
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, *, flag: str = "--out") -> None:
     """Raise UsageError if no file can be made at a path: known before the work, not after it."""
     if path.is_dir() or not path.parent.is_dir():
-        raise UsageError(f"--out {path}: {'is a directory' if path.is_dir() else 'there is no directory ' + str(path.parent)}; name a file")
+        raise UsageError(f"{flag} {path}: {'is a directory' if path.is_dir() else 'there is no directory ' + str(path.parent)}; name a file")
 
 
 def _read(path: Path, key: str) -> Tensor:

@@ -15,9 +15,10 @@ import pytest
 from test_drives import PCI, FakeSys
 
 from layout.direct import probe_directory
+from layout.findings import Finding, finding_line
 from layout.memory import CgroupLimit, available_host_bytes, cgroup_limits, is_under_cgroup_v1
 from manifests.errors import Interrupted
-from prep.doctor import LEAST_OPEN_FILES, Finding, examine, finding_line
+from prep.doctor import LEAST_OPEN_FILES, examine
 
 RECORD = 3 << 20
 GIB = 1 << 30

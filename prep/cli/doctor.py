@@ -5,9 +5,10 @@ from typing import Annotated
 
 import typer
 
+from layout.findings import finding_line
 from layout.terminal import say
 from manifests.errors import KtierError
-from prep.doctor import examine, finding_line
+from prep.doctor import examine
 
 
 def doctor_command(paths: Annotated[list[Path] | None, typer.Argument(metavar="[PATH...]", help="Directories to examine.")] = None) -> None:

@@ -1,0 +1,194 @@
+"""krun bench: the same run several times, each in a process of its own; a table to stdout, one line per run to stderr."""
+
+import contextlib
+import functools
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from layout.terminal import note, say
+from layout.writer import write_bytes
+from manifests.errors import DamagedDataError, KtierError, UsageError
+from manifests.load import load_manifest
+from runtime.bench import (
+    Variant,
+    check_same_prompt,
+    first_difference,
+    outputs_of,
+    rate_series,
+    read_bench,
+    run_turns,
+    running_order,
+    summary_of,
+    table_lines,
+    time_bar,
+)
+from runtime.chart import bench_chart
+from runtime.cli.arguments import HOST_OPTION, VRAM_OPTION, DeviceOption, ManifestOption
+from runtime.cli.generate import generate_command
+from runtime.document import Configuration, device_facts, manifest_facts, stats_document
+from runtime.tensor_files import check_writable
+
+DEFAULT_PROMPT = "A lighthouse keeper finds a letter in a bottle. Tell the story."
+_THIS, _OTHER, _AGAINST = "A", "B", "other "
+
+
+def bench_command(
+    manifest: ManifestOption,
+    prompt: Annotated[str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="The prompt; without one, a short one of our own.")] = None,
+    ids: Annotated[str | None, typer.Option(metavar="1,2,3", help="The prompt as token numbers.")] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Runs of each configuration.")] = 3,
+    n_tokens: Annotated[int, typer.Option("-n", "--n-tokens", min=1, help="Most tokens to generate.")] = 128,
+    device: DeviceOption = None,
+    vram_cache: Annotated[str | None, VRAM_OPTION] = None,
+    host_pool: Annotated[str | None, HOST_OPTION] = None,
+    cold: Annotated[bool, typer.Option("--cold", help="As krun generate has it.")] = False,
+    pair: Annotated[str | None, typer.Option(metavar="FLAGS", help="A second configuration: these flags on top; runs alternate A B B A.")] = None,
+    against: Annotated[Path | None, typer.Option(metavar="OTHER.json", help="A document of before, whose ids must be equal too.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="F.json", help="Where the whole document goes.")] = None,
+    chart: Annotated[Path | None, typer.Option(metavar="F.svg", help="Where a picture goes: drives over time, and a token's time.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the document instead of the table.")] = False,
+    flags: Annotated[list[str] | None, typer.Argument(metavar="[-- FLAGS]", help="Further flags of krun generate, for every run.")] = None,
+) -> None:
+    """Time a run: fresh processes, every repeat kept, medians with ranges, and no comparison of unequal texts."""
+    for path, flag in ((out, "--out"), (chart, "--chart")):
+        if path is not None:
+            check_writable(path, flag=flag)
+    named = {"--prompt": prompt, "--ids": ids, "-n": n_tokens, "--device": device, "--vram-cache": vram_cache, "--host-pool": host_pool}
+    arguments = ["-m", str(manifest), *(part for flag, value in named.items() if value is not None for part in (flag, str(value)))]
+    variants = _variants([*arguments, *(["--cold"] if cold else []), *(flags or [])], pair)
+    other = None if against is None else read_bench(against)
+    path = manifest / "manifest.yaml" if manifest.is_dir() else manifest
+    facts = manifest_facts(path, load_manifest(path))
+
+    repeats, fault = _run(variants, repeat)
+    if fault is None:
+        fault = _unequal(repeats, other, against)
+    document = _document(variants, repeats, facts, fault)
+    if out is not None:
+        write_bytes(out, _json_text(document).encode())
+    if chart is not None and repeats:
+        write_bytes(chart, _chart(path, repeats).encode())
+    if as_json:
+        say(_json_text(document))
+    elif repeats:
+        for line in _table(repeats, other, against):
+            say(line)
+    if fault is not None:
+        raise fault
+
+
+def _variants(arguments: list[str], pair: str | None) -> list[Variant]:
+    """Return the one or two configurations to run. Raises UsageError for what krun generate would refuse."""
+    variants = [_variant(_THIS, arguments)]
+    if pair is not None:
+        try:
+            extra = shlex.split(pair)
+        except ValueError as error:
+            raise UsageError(f"--pair {pair!r}: {error}") from None
+        if not extra:
+            raise UsageError("--pair: no flags in it, so that both configurations would be the same; give what the second one has more")
+        # Later flags win.
+        variants.append(_variant(_OTHER, [*arguments, *extra]))
+    return variants
+
+
+def _variant(name: str, arguments: list[str]) -> Variant:
+    values = _parsed(arguments)
+    n_prompts = sum(values[key] is not None for key in ("prompt", "ids", "prompt_file"))
+    if n_prompts > 1:
+        raise UsageError("give one of --prompt TEXT, --ids 1,2,3 and -- --prompt-file F, or none")
+    if not n_prompts:
+        arguments = [*arguments, "--prompt", DEFAULT_PROMPT]
+    if values["temp"] > 0 and values["seed"] is None:
+        raise UsageError(f"--temp {values['temp']:g} without --seed: every run would draw another text; give a seed, or leave the temperature at 0")
+    return Variant(name, ("generate", *arguments))
+
+
+def _parsed(arguments: list[str]) -> dict[str, Any]:
+    """Return the values that krun generate would see. Raises UsageError if it would not take them: before any run, not after the first."""
+    values: dict[str, Any] = {}
+
+    @functools.wraps(generate_command)
+    def keep(**seen: Any) -> None:
+        values.update(seen)
+
+    app = typer.Typer(add_completion=False)
+    app.command("generate")(keep)
+    # It says itself, on stderr, what it does not like.
+    with contextlib.suppress(SystemExit):
+        typer.main.get_command(app).main(list(arguments), prog_name="krun generate")
+    if not values:
+        raise UsageError(f"krun generate would not run with {shlex.join(arguments)}; nothing was measured")
+    return values
+
+
+def _run(variants: list[Variant], n_repeats: int) -> tuple[list[dict[str, Any]], KtierError | None]:
+    """Return what ran, and why it ended early, if it did: what was measured until then is kept."""
+    repeats: list[dict[str, Any]] = []
+    try:
+        for done in run_turns(running_order(variants, n_repeats)):
+            repeats.append(done)
+            rate = done["stats"]["steady_decode_tok_per_s"]
+            speed = "one token" if rate is None else f"steady decode {rate:.3f} tok/s"
+            note(f"{done['configuration']} {done['repeat']} of {n_repeats}: {speed}, {done['wall_s']:.1f} s, ids {done['ids_xxh3_128'][:8]}")
+    except KtierError as error:
+        return repeats, error
+    return repeats, None
+
+
+def _unequal(repeats: list[dict[str, Any]], other: dict[str, Any] | None, against: Path | None) -> KtierError | None:
+    outputs = outputs_of(repeats)
+    if other is not None and against is not None:
+        try:
+            check_same_prompt(repeats[0], other["repeats"][0], against)
+        except KtierError as error:
+            return error
+        outputs += outputs_of(other["repeats"], prefix=_AGAINST)
+    if (where := first_difference(outputs)) is None:
+        return None
+    cure = "the same model on the same device must give the same ids: check it with kprep verify-hashes, and compare logits with krun score"
+    return DamagedDataError(f"unequal texts, so the rates may not be compared: {where}; {cure}")
+
+
+def _document(variants: list[Variant], repeats: list[dict[str, Any]], manifest: dict[str, Any], fault: KtierError | None) -> dict[str, Any]:
+    printed = {r["configuration"]: r["printed"] for r in reversed(repeats)}
+    # Looked at after the runs: asking takes memory of the GPU.
+    device = device_facts(torch.device(repeats[0]["stats"]["device"])) if repeats else None
+    document = stats_document(
+        command=["krun", *sys.argv[1:]],
+        configurations={v.name: Configuration(["krun", *v.arguments], printed.get(v.name, [])) for v in variants},
+        manifest=manifest,
+        device=device,
+        repeats=repeats,
+        failure=None if fault is None else str(fault),
+    )
+    summary = {name: {figure: spread and spread._asdict() for figure, spread in figures.items()} for name, figures in summary_of(repeats).items()}
+    return {**document, "summary": summary}
+
+
+def _json_text(document: dict[str, Any]) -> str:
+    return json.dumps(document, ensure_ascii=False, indent=1)
+
+
+def _table(repeats: list[dict[str, Any]], other: dict[str, Any] | None, against: Path | None) -> list[str]:
+    summary = dict(summary_of(repeats))
+    ratios = {f"{_OTHER} / {_THIS}": (_OTHER, _THIS)} if _OTHER in summary else {}
+    if other is not None:
+        for name, figures in summary_of(other["repeats"]).items():
+            summary[f"{_AGAINST}{name}"] = figures
+        ratios |= {f"{_THIS} / {_AGAINST}{_THIS}": (_THIS, f"{_AGAINST}{_THIS}")} if f"{_AGAINST}{_THIS}" in summary else {}
+    n_runs = {name: sum(r["configuration"] == name for r in repeats) for name in (_THIS, _OTHER)}
+    runs = ", ".join(f"{n} of {name}" for name, n in n_runs.items() if n)
+    compared = f", and to {against}" if against is not None else ""
+    return [*table_lines(summary, ratios), f"median (least to most); runs: {runs}; ids {repeats[0]['ids_xxh3_128']}{compared}"]
+
+
+def _chart(path: Path, repeats: list[dict[str, Any]]) -> str:
+    # The first run's drives: lines of several runs over one another would show none.
+    return bench_chart(f"krun bench, {path}", rates=rate_series(repeats[0]), bars=[time_bar(repeat) for repeat in repeats])
