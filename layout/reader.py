@@ -21,6 +21,7 @@ from manifests.errors import DamagedDataError
 NAME = "preadv threads"
 # One thread hashes what several read: xxh3-128 takes 20 GB/s and more from memory on one core.
 READS_PER_HASH = 4
+CLOSE_S = 30.0
 
 
 class ReadRequest(NamedTuple):
@@ -74,15 +75,28 @@ class Reader:
         """Return the next read that has ended, in the order of their ends; one with a hash to check ends when that is done."""
         return self._done.get()
 
+    @property
+    def completions(self) -> SimpleQueue[Completion]:
+        """What `wait` takes from: for a caller that waits with a limit."""
+        return self._done
+
+    def check(self, request: ReadRequest) -> None:
+        """Have the hash of bytes that are there checked; it ends like a read."""
+        self._to_hash.put(Completion(request, request.buffer, None, 0.0))
+
     def close(self) -> None:
-        """End the threads after the reads and hashes that they are in; requests not yet begun are dropped."""
+        """End the threads after the reads and hashes that they are in; requests not yet begun are dropped.
+
+        A read that never returns is left behind after CLOSE_S: its thread ends with the process.
+        """
         self._is_closed.set()
         for inbox in self._inbox_of_thread:
             inbox.put(None)
         for _ in self._hashing_threads:
             self._to_hash.put(None)
+        until = time.perf_counter() + CLOSE_S
         for thread in (*self._threads, *self._hashing_threads):
-            thread.join()
+            thread.join(max(0.0, until - time.perf_counter()))
 
     def __enter__(self) -> "Reader":
         return self

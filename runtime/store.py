@@ -1,29 +1,130 @@
 """Experts' records, brought from drives through host slots into slots on the device.
 
-What is on the device already comes first, then what the host pool holds, then what the drives deliver, as it arrives. A read that fails goes
-to another copy; without one the run ends. It never sees a hidden state.
+What is on the device already comes first, then what the host pool holds, then what the drives deliver, as it arrives. A read that fails or takes
+too long goes to another copy; without one the run ends. All state belongs to the thread that fetches. It never sees a hidden state.
 """
 
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from layout.direct import aligned_buffer, probe_directory, span_bytes
+from layout.direct import PAGE, Extent, probe_directory, round_up
+from layout.drives import DirectoryFacts, describe_directory, group_by_device
 from layout.prepared import Copies, Prepared
 from layout.reader import Completion, Reader, ReadRequest
+from layout.record import RecordLayout
 from manifests.errors import DamagedDataError
-from runtime.cache import ExpertKey, SlotCache
+from runtime.arena import Arena, CudaRegistrar
+from runtime.cache import ExpertKey, HostPool, SlotCache
+from runtime.device_slots import DeviceSlots, Upload, open_device_slots
+from runtime.schedule import Chunk, DriveFacts, Job, NoCopyLeft, Read, Scheduler, chunks_in_order_of_need
 from runtime.stats import DriveCounts, ExpertCounts
 
-# Requests in flight on a drive that was not measured.
-DEFAULT_DEPTH = 4
-MOST_DEPTH = 16
+# Requests in flight on a drive that was not measured, and on a file system in memory.
+DEFAULT_DEPTH = 3
+RAM_DEPTH = 16
+MOST_DEPTH = 32
+# What one request reads of a file in memory, at least.
+_RAM_READ_BYTES_PER_S = 2.5e9
+# Host slots beside the pool, for records that are asked of another drive while a slow one may still write into theirs.
+_N_SPARE = 2
+_TICK_S = 0.1
+_ALARM_S = 10.0
+
+
+class Phase(Enum):
+    """What the engine is doing: it decides how records are cut and who may evict whom."""
+
+    PROMPT = "prompt"
+    DECODE = "decode"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Incoming:
+    """A record that is being read into a host slot, `room`.
+
+    is_spare     whether the room is none of the pool's
+    is_wanted    whether a layer waits for it; a prefetch otherwise
+    expected     the hash that it must have, None if it is not looked at
+    arrived      chunks that are there and not uploaded yet
+    sources      drives that chunks came from
+    refused      drives that it is not asked of (again)
+    n_out        reads and hashes under way that use the room
+    is_dead      whether nobody waits for it any more: its room is free once n_out is 0
+    is_single    whether it is read whole from one drive at a time, because a record of several drives had a wrong hash
+    rival        the same record on its way from another drive
+    """
+
+    key: ExpertKey
+    room: int
+    is_spare: bool
+    is_wanted: bool
+    expected: str | None
+    job: Job | None = None
+    chunks: tuple[Chunk, ...] = ()
+    arrived: list[int] = field(default_factory=list)
+    sources: set[int] = field(default_factory=set)
+    refused: set[int] = field(default_factory=set)
+    paths: dict[int, Path] = field(default_factory=dict)
+    n_out: int = 0
+    is_dead: bool = False
+    is_single: bool = False
+    rival: "_Incoming | None" = None
+
+
+class _Ticket(NamedTuple):
+    """What travels with a read: whom it is for, and where it is counted, by drive and by tier."""
+
+    read: Read
+    incoming: _Incoming
+    counts: tuple[DriveCounts, DriveCounts]
+
+
+@dataclass(slots=True, eq=False)
+class _Layer:
+    """One layer's fetch: what it still waits for, and what is ready to be handed out.
+
+    wanted   asked for and not handed out yet
+    queue    those of them that have no host slot so far
+    hits     on the device since before
+    ready    on the device by now, or on their way to it
+    """
+
+    number: int
+    wanted: dict[ExpertKey, None] = field(default_factory=dict)
+    queue: deque[ExpertKey] = field(default_factory=deque)
+    hits: list[tuple[ExpertKey, int]] = field(default_factory=list)
+    ready: list[tuple[ExpertKey, int]] = field(default_factory=list)
+    last_by_drive: dict[int, float] = field(default_factory=dict)
+    waited_s: float = 0.0
+    n_alarms: int = 0
+
+    def next_group(self) -> list[tuple[ExpertKey, int]]:
+        """Return what may be handed out: first what needs no upload, so that work on it waits for nothing."""
+        if self.hits:
+            group, self.hits = self.hits, []
+        else:
+            group, self.ready = self.ready, []
+        return group
 
 
 class Store:
-    """Fetches records. `counts` is where it counts; the caller replaces it at a change of phase."""
+    """Fetches records. `counts` is where it counts and `phase` what the engine does; the caller sets both at a change of phase.
+
+    servers    a number for each of `copies`' drives; those with the same number share a device. None: as the kernel tells.
+    tier_caps  the most requests in flight on a tier
+    limits     bytes/s that each of `copies`' drives is slowed down to, None for as fast as it is
+    """
 
     def __init__(
         self,
@@ -36,156 +137,643 @@ class Store:
         verify_every: int,
         counts: ExpertCounts,
         on_remark: Callable[[str], None],
+        servers: Sequence[int] | None = None,
+        tier_caps: Mapping[str, int] | None = None,
+        limits: Sequence[float | None] | None = None,
     ) -> None:
-        n_bytes = prepared.record.n_bytes
-        profiles = [drive.profile for drive in prepared.manifest.drives]
-        modes = [probe_directory(d) if h.any() else None for d, h in zip(prepared.drive_directories, copies.holds, strict=True)]
-        self.modes = [mode for mode in modes if mode is not None]
-        # Drives without a usable file are not read from, and have no threads.
-        self.drives = [n for n, mode in enumerate(modes) if mode is not None]
-        self.depths = [min(MOST_DEPTH, p.depth) if (p := profiles[n]) else DEFAULT_DEPTH for n in self.drives]
-        is_measured = all(profiles[n] is not None for n in self.drives)
-        self._rates = [p.read_bytes_per_s if is_measured and (p := profiles[n]) else 1.0 for n in self.drives]
-        self._prepared, self._copies, self._verify_every, self.counts, self._on_remark = prepared, copies, verify_every, counts, on_remark
-        self._device_cache, self._host_cache = SlotCache(n_device_slots), SlotCache(n_host_slots)
-        self._device_slots = torch.empty((n_device_slots, n_bytes), dtype=torch.uint8, device=device)
-        self._stride = span_bytes(n_bytes, max(mode.alignment for mode in self.modes))
-        self._arena = aligned_buffer(n_host_slots * self._stride)
-        self._reader = Reader(self.modes, self.depths)
-        self._in_flight = [0] * len(self.drives)
+        self._prepared, self._verify_every, self.counts, self._on_remark = prepared, verify_every, counts, on_remark
+        self.phase = Phase.PROMPT
+        # Drives without a usable file are not read from, and have no threads. Indices from here on are into this list.
+        self.drives = [n for n, holds in enumerate(copies.holds) if holds.any()]
+        self._holders = _Holders([copies.holds[n] for n in self.drives])
+        directories = [prepared.drive_directories[n] for n in self.drives]
+        self._names = [prepared.drive_name(n) for n in self.drives]
+        self._tiers = [prepared.manifest.drives[n].tier for n in self.drives]
+        self.modes = [probe_directory(directory) for directory in directories]
+        limited = None if limits is None else [limits[n] for n in self.drives]
+        facts = _drive_facts(prepared, self.drives, [describe_directory(directory) for directory in directories], servers, limited)
+        self.depths = [fact.depth for fact in facts]
+        self._scheduler = Scheduler(facts, tier_caps=tier_caps)
+
+        n_bytes, step = prepared.record.n_bytes, max(PAGE, *(mode.alignment for mode in self.modes))
+        self._n_bytes, self._whole = n_bytes, (Chunk(0, n_bytes),)
+        self._chunks = _chunks(prepared.record, step)
+        self._device_slots: DeviceSlots = open_device_slots(n_device_slots, n_bytes, device)
+        registrar = CudaRegistrar(device) if device.type == "cuda" else None
+        self.arena = Arena(n_host_slots + _N_SPARE, round_up(n_bytes, step), registrar=registrar, on_remark=on_remark)
+        n_spare = min(_N_SPARE, self.arena.n_slots - 1)
+        self._spares = list(range(self.arena.n_slots - n_spare, self.arena.n_slots))
+        self._host = HostPool(self.arena.n_slots - n_spare, keep_share=_keep_share(prepared, n_device_slots))
+        self._device = SlotCache(n_device_slots, on_evict=self._left_device)
+        # Where each record that work may use lies on the device, 0 where there is none.
+        self._addresses = np.zeros((prepared.geometry.n_layers, prepared.geometry.n_experts), np.int64)
+
+        self._reader = Reader(self.modes, self.depths, limits=None if limits is None else [limits[n] for n in self.drives])
+        self._arrivals: SimpleQueue[Completion] = self._reader.completions
+        self._incoming: dict[ExpertKey, _Incoming] = {}
+        # Dead, with a slot of the pool that a read may still write into.
+        self._draining: dict[ExpertKey, _Incoming] = {}
+        # Device slots that uploads have begun to fill, and whole records that found no device slot yet: where they lie and who owns the place.
+        self._landing: dict[ExpertKey, int] = {}
+        self._whole_in_host: deque[tuple[ExpertKey, int, bool]] = deque()
+        self._uploads: deque[tuple[Upload, ExpertKey, int, bool]] = deque()
+        self._prefetched: set[ExpertKey] = set()
         self._spoilt: set[tuple[int, ExpertKey]] = set()
-        self._n_submitted = 0
+        self._layer: _Layer | None = None
+        self._n_begun = 0
+        self._looked_at = 0.0
 
     @property
     def n_device_slots(self) -> int:
-        return self._device_cache.n_slots
+        return self._device.n_slots
 
     @property
     def n_host_slots(self) -> int:
-        return self._host_cache.n_slots
+        return self._host.n_slots
 
     def close(self) -> None:
         self._reader.close()
+        for upload, *_ in self._uploads:
+            upload.wait()
+        self.arena.close()
 
     def forget(self) -> None:
         """Empty both caches."""
-        self._device_cache.clear()
-        self._host_cache.clear()
+        for upload, *_ in self._uploads:
+            upload.wait()
+        self._drain()
+        self._device.clear()
+        self._host.clear()
+        self._addresses[:] = 0
+
+    def address(self, slot: int) -> int:
+        """Return where a device slot's record begins."""
+        return self._device_slots.address(slot)
+
+    def addresses(self, layer: int) -> np.ndarray:
+        """Return where each of a layer's experts lies on the device, int64 [n_experts], 0 where it does not; to be read, not kept.
+
+        Work launched on the current stream may use these records until experts of this layer are fetched, and those fetched as long as the fetch.
+        """
+        return self._addresses[layer]
+
+    def record(self, slot: int) -> Tensor:
+        """Return the record in a device slot, uint8 [n_bytes]."""
+        return self._device_slots.record(slot)
 
     def fetch(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """Yield (expert, record on the device, uint8 [n_bytes]) for each of a layer's experts, in the order of their arrival.
 
         A record is valid until the next is asked for. Raises DamagedDataError if an expert cannot be read from any copy.
         """
-        keys = [ExpertKey(layer, expert) for expert in experts]
-        self.counts.needed.update(keys)
-        here = [key for key in keys if self._device_cache.find(key) is not None]
-        for key in here:
-            self._device_cache.pin(key)
-        for key in here:
-            self.counts.n_device_hits += 1
-            yield self._lend(key)
-        absent = [key for key in keys if key not in set(here)]
-        in_host = [key for key in absent if self._host_cache.find(key) is not None]
-        for key in in_host:
-            self._host_cache.pin(key)
-        for key in in_host:
-            self.counts.n_host_hits += 1
-            self._upload(key, self._host_record(key))
-            self._host_cache.unpin(key)
-            yield self._lend(key)
-        yield from self._read([key for key in absent if key not in set(in_host)])
+        for group in self.fetch_groups(layer, experts):
+            for expert, slot in group:
+                yield expert, self._device_slots.record(slot)
 
-    def _lend(self, key: ExpertKey) -> tuple[int, Tensor]:
-        slot = self._device_cache.find(key)
-        assert slot is not None
-        # The next upload into this slot queues behind the work that uses it, on the same stream.
-        self._device_cache.unpin(key)
-        return key.expert, self._device_slots[slot]
+    def fetch_groups(self, layer: int, experts: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+        """Yield groups of (expert, device slot) until each of a layer's experts was there once.
 
-    def _host_record(self, key: ExpertKey) -> memoryview:
-        slot = self._host_cache.find(key)
-        assert slot is not None
-        # An expert's file begins with its record, so the record begins with its slot.
-        return self._arena[slot * self._stride : slot * self._stride + self._prepared.record.n_bytes]
+        First what is on the device, then what was in host memory, then what has come from drives by the time it is asked for. Work that is launched
+        on the current stream after a group is yielded finds the records there; they stay until the next group is asked for. A group is no larger
+        than the device cache. Raises DamagedDataError if an expert cannot be read from any copy.
+        """
+        assert self._layer is None, "one layer at a time"
+        began, idle_before = time.perf_counter(), self.counts.idle_s
+        state = self._layer = _Layer(layer)
+        try:
+            self._begin_layer(state, [ExpertKey(layer, expert) for expert in experts])
+            while state.wanted:
+                self._pump(state)
+                group = state.next_group()
+                if not group:
+                    self._wait(state)
+                    continue
+                slots = [slot for _, slot in group]
+                self._device_slots.make_ready(slots)
+                for key, slot in group:
+                    self._addresses[key] = self._device_slots.address(slot)
+                self.counts.host_s += time.perf_counter() - began - (self.counts.idle_s - idle_before)
+                yield [(key.expert, slot) for key, slot in group]
+                began, idle_before = time.perf_counter(), self.counts.idle_s
+                self._device_slots.used(slots)
+                for key, _ in group:
+                    self._device.unpin(key)
+                    del state.wanted[key]
+            self._count_last(state)
+            self.counts.host_s += time.perf_counter() - began - (self.counts.idle_s - idle_before)
+        finally:
+            self._end_layer(state)
 
-    def _upload(self, key: ExpertKey, record: memoryview) -> None:
-        slot = self._device_cache.take(key)
-        assert slot is not None
-        self._device_slots[slot].copy_(torch.frombuffer(record, dtype=torch.uint8))
-        self.counts.uploaded_bytes += len(record)
-
-    def _read(self, keys: list[ExpertKey]) -> Iterator[tuple[int, Tensor]]:
-        # Those with the fewest copies have the least choice, so they choose first.
-        waiting = sorted(keys, key=lambda key: len(self._sources(key)))
-        n_reading = 0
-        while waiting or n_reading:
-            n_reading += self._submit(waiting)
-            start = time.perf_counter()
-            done = self._reader.wait()
-            self.counts.wait_s += time.perf_counter() - start
-            n_reading -= 1
-            key = self._finish(done)
-            if done.error is not None:
-                waiting.insert(0, key)
+    def prefetch(self, layer: int, experts: Sequence[int]) -> None:
+        """Read experts into the host pool in what time the drives have to spare; what the layer then does not need is given up."""
+        self._drain()
+        for expert in experts:
+            key = ExpertKey(layer, expert)
+            if key in self._device or key in self._host or key in self._incoming:
                 continue
-            assert done.payload is not None
-            if not waiting and not n_reading:
-                self._counts_of(done.request.drive).n_last += 1
-            self._upload(key, done.payload)
-            self._host_cache.unpin(key)
-            yield self._lend(key)
-
-    def _submit(self, waiting: list[ExpertKey]) -> int:
-        """Start what the drives and host slots have room for; return how many reads were started."""
-        n_started = 0
-        for key in list(waiting):
-            drive = self._choose(key)
-            if self._in_flight[drive] >= self.depths[drive]:
-                continue
-            slot = self._host_cache.take(key)
-            if slot is None:
+            # As a prompt's fill: a guess may not evict what was used.
+            room = self._host.take(key, is_prompt=True)
+            if room is None:
                 break
-            waiting.remove(key)
-            buffer = self._arena[slot * self._stride : (slot + 1) * self._stride]
-            extent = self._prepared.expert_extent(self.drives[drive], *key)
-            self._n_submitted += 1
-            is_verified = self._verify_every > 0 and self._n_submitted % self._verify_every == 0
-            expected = self._prepared.hashes.get(*key) if is_verified else None
-            self._in_flight[drive] += 1
-            self._reader.submit(ReadRequest(key, drive, extent, buffer, expected))
-            n_started += 1
-        return n_started
+            self._expect(key, room, is_spare=False, is_wanted=False)
+            self._prefetched.add(key)
+            self.counts.n_prefetch_issued += 1
+        self._start(time.perf_counter())
 
-    def _choose(self, key: ExpertKey) -> int:
-        """Return the drive with the earliest expected completion of this read. Raises DamagedDataError if no copy is left."""
-        sources = self._sources(key)
-        if not sources:
+    def _begin_layer(self, state: _Layer, keys: list[ExpertKey]) -> None:
+        """Sort what is needed by where it is; uploads and reads are under way afterwards, as far as there is room."""
+        is_prompt, counts = self.phase is Phase.PROMPT, self.counts
+        counts.needed.update(keys)
+        counts.n_layers += 1
+        self._drain()
+        self._settle_prefetches(state.number, keys)
+        state.wanted = dict.fromkeys(keys)
+        absent = []
+        for key in keys:
+            slot = self._device.find(key, is_prompt=is_prompt)
+            if slot is not None:
+                self._device.pin(key)
+                state.hits.append((key, slot))
+                continue
+            if key in self._incoming:
+                self._want(self._incoming[key])
+            elif key in self._draining or (room := self._host.find(key, is_prompt=is_prompt)) is None:
+                absent.append(key)
+            else:
+                self._host.pin(key)
+                counts.n_host_hits += 1
+                counts.host_hits_by_layer[state.number] += 1
+                self._whole_in_host.append((key, room, False))
+        counts.n_device_hits += len(state.hits)
+        counts.device_hits_by_layer[state.number] += len(state.hits)
+        # Where all of them find a host slot, the scheduler orders them.
+        is_scarce = 2 * len(absent) > self._host.n_slots
+        state.queue.extend(_interleaved([(key, self._sources(key)) for key in absent]) if is_scarce else absent)
+        self._pump(state)
+        # Below here the drives are at work already.
+        if not is_prompt:
+            hits = {key for key, _ in state.hits}
+            for key in keys:
+                if key not in hits:
+                    self._host.lacked(key)
+
+    def _pump(self, state: _Layer) -> None:
+        """Do all that can be done without waiting. Reads start first, uploads follow: the drives should never be idle."""
+        self._drain()
+        is_prompt = self.phase is Phase.PROMPT
+        while state.queue and self._give_room(state.queue[0], is_prompt):
+            state.queue.popleft()
+        self._start(time.perf_counter())
+        while self._whole_in_host and self._upload_whole(*self._whole_in_host[0]):
+            self._whole_in_host.popleft()
+
+    def _wait(self, state: _Layer) -> None:
+        """Wait for an arrival, or a little; report what is late."""
+        if state.queue and self._uploads:
+            # A host slot is needed, and the next to be free is the one of the oldest upload.
+            start = time.perf_counter()
+            self._uploads[0][0].wait()
+            self.counts.upload_wait_s += time.perf_counter() - start
+            return
+        assert self._scheduler.n_in_flight or any(i.n_out for i in self._incoming.values()) or self._draining, "nothing is under way"
+        if self.phase is Phase.DECODE:
+            self._host.make_room(min(self._prepared.geometry.n_experts_per_token, self._host.n_slots // 16))
+        start = time.perf_counter()
+        try:
+            done = self._arrivals.get(timeout=_TICK_S)
+        except Empty:
+            done = None
+        now = time.perf_counter()
+        self.counts.wait_s += now - start
+        self.counts.n_waits += 1
+        state.waited_s += now - start
+        if done is not None:
+            self._take(done)
+        if state.waited_s >= (state.n_alarms + 1) * _ALARM_S:
+            state.n_alarms += 1
+            self._on_remark(self._alarm(state))
+
+    def _drain(self) -> None:
+        """Take in everything that has arrived, free what uploads have left, and look for reads that take too long."""
+        while self._uploads and self._uploads[0][0].is_done():
+            _, key, room, is_spare = self._uploads.popleft()
+            self._free(key, room, is_spare)
+        while True:
+            try:
+                done = self._arrivals.get_nowait()
+            except Empty:
+                break
+            self._take(done)
+        now = time.perf_counter()
+        if now - self._looked_at > _TICK_S:
+            self._looked_at = now
+            for read in self._scheduler.overdue(now):
+                self._take_slow(read, now)
+
+    # Reading.
+
+    def _give_room(self, key: ExpertKey, is_prompt: bool) -> bool:
+        """Begin to read a record; return False if there is no slot for it now."""
+        if key in self._draining:
+            if not self._spares:
+                return False
+            self._expect(key, self._spares.pop(), is_spare=True, is_wanted=True)
+            return True
+        room = self._host.take(key, is_prompt=is_prompt)
+        if room is not None:
+            self._expect(key, room, is_spare=False, is_wanted=True)
+        return room is not None
+
+    def _expect(self, key: ExpertKey, room: int, *, is_spare: bool, is_wanted: bool, without: int | None = None) -> None:
+        """Ask for a record, of any drive but `without`. Raises DamagedDataError if there is none."""
+        self._n_begun += 1
+        is_verified = self._verify_every > 0 and self._n_begun % self._verify_every == 0
+        expected = self._prepared.hashes.get(*key) if is_verified else None
+        incoming = _Incoming(key=key, room=room, is_spare=is_spare, is_wanted=is_wanted, expected=expected)
+        rival = self._incoming.get(key)
+        if rival is None:
+            self._incoming[key] = incoming
+        else:
+            incoming.rival, rival.rival = rival, incoming
+        if without is not None:
+            incoming.refused.add(without)
+        self._ask(incoming, self._whole if self.phase is Phase.PROMPT else self._chunks)
+
+    def _ask(self, incoming: _Incoming, chunks: tuple[Chunk, ...]) -> None:
+        """Have a record read in these chunks. Raises DamagedDataError if it is needed and no drive is left to ask."""
+        drives = tuple(drive for drive in self._sources(incoming.key) if drive not in incoming.refused)
+        if not drives:
+            self._give_up(incoming)
+            return
+        incoming.chunks = chunks
+        incoming.job = Job(incoming, drives[:1] if incoming.is_single else drives, tuple(map(_size, chunks)), is_prefetch=not incoming.is_wanted)
+        self._scheduler.add((incoming.job,))
+
+    def _start(self, now: float) -> None:
+        """Hand the reader what the drives have room for."""
+        for read in self._scheduler.starts(now):
+            incoming, drive = read.job.tag, read.drive
+            assert isinstance(incoming, _Incoming)
+            chunk = incoming.chunks[read.chunk]
+            counts = self.counts
+            ticket = _Ticket(read, incoming, (counts.drives[self.drives[drive]], counts.tiers.setdefault(self._tiers[drive], DriveCounts())))
+            for count in ticket.counts:
+                count.begin(now)
+            incoming.n_out += 1
+            path = incoming.paths.get(drive)
+            if path is None:
+                path = incoming.paths[drive] = self._prepared.expert_extent(self.drives[drive], *incoming.key).path
+            extent = Extent(path, chunk.begin, chunk.end - chunk.begin)
+            self._reader.submit(ReadRequest(ticket, drive, extent, self.arena.slot(incoming.room)[chunk.begin :]))
+
+    def _take(self, done: Completion) -> None:
+        """Act on what the reader says."""
+        tag = done.request.tag
+        if isinstance(tag, _Ticket):
+            self._take_read(done, tag)
+        else:
+            assert isinstance(tag, _Incoming)
+            self._take_hash(done, tag)
+
+    def _take_read(self, done: Completion, ticket: _Ticket) -> None:
+        read, incoming = ticket.read, ticket.incoming
+        ended = min(time.perf_counter(), read.began + done.seconds)
+        incoming.n_out -= 1
+        for count in ticket.counts:
+            count.end(ended)
+            count.read_bytes += read.n_bytes if done.error is None else 0
+            count.n_failed += done.error is not None
+        if done.error is not None:
+            self._take_failure(done.error, ticket, ended)
+        else:
+            is_last = self._scheduler.succeeded(read, ended)
+            if not incoming.is_dead:
+                self._take_chunk(incoming, read, ended, is_last)
+        self._retire_if_over(incoming)
+
+    def _take_chunk(self, incoming: _Incoming, read: Read, ended: float, is_last: bool) -> None:
+        incoming.sources.add(read.drive)
+        incoming.arrived.append(read.chunk)
+        if self._layer is not None and incoming.is_wanted:
+            self._layer.last_by_drive[read.drive] = ended
+        if incoming.expected is None:
+            self._upload_arrived(incoming)
+            if is_last:
+                self._complete(incoming)
+        elif is_last:
+            incoming.n_out += 1
+            self._check(incoming)
+
+    def _check(self, incoming: _Incoming) -> None:
+        """Have a whole record's hash checked; it comes back among the arrivals."""
+        drive = min(incoming.sources)
+        extent = self._prepared.expert_extent(self.drives[drive], *incoming.key)
+        record = self.arena.slot(incoming.room)[: self._n_bytes]
+        self._reader.check(ReadRequest(incoming, drive, extent, record, incoming.expected))
+
+    def _take_hash(self, done: Completion, incoming: _Incoming) -> None:
+        incoming.n_out -= 1
+        self.counts.n_verified += 1
+        if not incoming.is_dead:
+            if done.error is None:
+                self._complete(incoming)
+            else:
+                self._take_wrong_hash(incoming, done.error)
+        self._retire_if_over(incoming)
+
+    def _complete(self, incoming: _Incoming) -> None:
+        """A record is whole in its room, and what it was is right."""
+        if incoming.rival is not None:
+            self._kill(incoming.rival)
+            incoming.rival = None
+        del self._incoming[incoming.key]
+        if not incoming.is_wanted:
+            self._free(incoming.key, incoming.room, incoming.is_spare)
+            return
+        self.counts.n_records += 1
+        self.counts.records_by_layer[incoming.key.layer] += 1
+        if incoming.key in self._landing and incoming.expected is None:
+            self._finish_upload(incoming.key, incoming.room, incoming.is_spare)
+        else:
+            self._whole_in_host.append((incoming.key, incoming.room, incoming.is_spare))
+        if not incoming.is_spare:
+            self._host.passed_to_device(incoming.key)
+
+    def _want(self, incoming: _Incoming) -> None:
+        """A prefetch that has not ended is needed."""
+        incoming.is_wanted = True
+        self._host.find(incoming.key)
+        assert incoming.job is not None
+        self._scheduler.promote(incoming.job)
+
+    def _settle_prefetches(self, layer: int, keys: Sequence[ExpertKey]) -> None:
+        """Count the guesses for a layer that were right, and give up the others as far as they are not read yet."""
+        if not self._prefetched:
+            return
+        needed = set(keys)
+        for key in [key for key in self._prefetched if key in needed or key.layer == layer]:
+            self._prefetched.discard(key)
+            if key in needed:
+                self.counts.n_prefetch_used += 1
+            elif key in self._incoming:
+                self.counts.n_prefetch_cancelled += 1
+                self._kill(self._incoming[key])
+
+    # Failures.
+
+    def _take_failure(self, error: Exception, ticket: _Ticket, ended: float) -> None:
+        if not isinstance(error, OSError | DamagedDataError):
+            raise error
+        incoming, drive = ticket.incoming, ticket.read.drive
+        incoming.refused.add(drive)
+        try:
+            pause_s = self._scheduler.failed(ticket.read, ended)
+        except NoCopyLeft:
+            self._remark(incoming.key, drive, f"{error}")
+            self._try_again(incoming)
+            return
+        for count in ticket.counts:
+            count.n_pauses += 1
+        self._remark(incoming.key, drive, f"{error}; trying another copy, the drive is set aside for {pause_s:.0f} s")
+        if ticket.read.job.is_cancelled and not incoming.is_dead:
+            self._kill(incoming)
+
+    def _take_wrong_hash(self, incoming: _Incoming, error: Exception) -> None:
+        if len(incoming.sources) > 1:
+            names = ", ".join(self._names[drive] for drive in sorted(incoming.sources))
+            key = incoming.key
+            self._on_remark(f"layer {key.layer} expert {key.expert} in parts from {names}: {error}; reading it whole from one drive at a time")
+            incoming.is_single = True
+        else:
+            (drive,) = incoming.sources
+            # A copy with wrong bytes is not asked again in this run.
+            self._spoilt.add((drive, incoming.key))
+            self._scheduler.pause(drive, time.perf_counter())
+            self.counts.drives[self.drives[drive]].n_failed += 1
+            self.counts.tiers[self._tiers[drive]].n_failed += 1
+            self._remark(incoming.key, drive, f"{error}; trying another copy")
+        self._try_again(incoming)
+
+    def _try_again(self, incoming: _Incoming) -> None:
+        """Read a record anew from the drives that have not failed it. Raises DamagedDataError if there are none and it is needed."""
+        assert not incoming.n_out or not incoming.is_single
+        incoming.arrived.clear()
+        incoming.sources.clear()
+        self._ask(incoming, self._whole if incoming.is_single else incoming.chunks)
+
+    def _give_up(self, incoming: _Incoming) -> None:
+        """No drive can deliver this. Raises DamagedDataError if it is needed and no rival is on its way."""
+        has_rival, is_wanted, key = incoming.rival is not None, incoming.is_wanted, incoming.key
+        self._kill(incoming)
+        if is_wanted and not has_rival:
             drives = ", ".join(map(self._prepared.drive_name, self._prepared.drives_holding(*key)))
             raise DamagedDataError(
                 f"layer {key.layer} expert {key.expert}: no readable copy is left (tried {drives}); kprep verify-hashes --repair names and restores"
             )
-        return min(sources, key=lambda drive: (self._in_flight[drive] + 1) / self._rates[drive])
 
-    def _sources(self, key: ExpertKey) -> list[int]:
-        return [i for i, n in enumerate(self.drives) if self._copies.holds[n][key] and (i, key) not in self._spoilt]
+    def _take_slow(self, read: Read, now: float) -> None:
+        """Ask another copy for a record that a drive does not deliver; whichever is whole first is used."""
+        incoming, drive = read.job.tag, read.drive
+        assert isinstance(incoming, _Incoming)
+        if incoming.is_dead:
+            return
+        self.counts.drives[self.drives[drive]].n_slow += 1
+        pause_s = self._scheduler.pause(drive, now)
+        has_other = any(other != drive for other in self._sources(incoming.key))
+        what = f"no answer for {now - read.began:.1f} s, {read.expected_s * 1e3:.0f} ms were expected"
+        self._remark(incoming.key, drive, f"{what}; {f'the drive is set aside for {pause_s:.0f} s' if has_other else 'there is no other copy'}")
+        if has_other and incoming.is_wanted and incoming.rival is None and self._spares:
+            self._expect(incoming.key, self._spares.pop(), is_spare=True, is_wanted=True, without=drive)
 
-    def _counts_of(self, drive: int) -> DriveCounts:
-        return self.counts.drives[self.drives[drive]]
+    def _kill(self, incoming: _Incoming) -> None:
+        """Nobody waits for this record any more: its room is free as soon as nothing writes into it."""
+        if incoming.is_dead:
+            return
+        incoming.is_dead = True
+        if incoming.job is not None:
+            self._scheduler.cancel(incoming.job)
+        rival, key = incoming.rival, incoming.key
+        if rival is not None:
+            rival.rival = incoming.rival = None
+        if self._incoming.get(key) is incoming:
+            if rival is not None and not rival.is_dead:
+                self._incoming[key] = rival
+            else:
+                del self._incoming[key]
+        if not incoming.is_spare:
+            self._draining[key] = incoming
+        self._retire_if_over(incoming)
 
-    def _finish(self, done: Completion) -> ExpertKey:
-        key, drive = done.request.tag, done.request.drive
-        assert isinstance(key, ExpertKey)
-        self._in_flight[drive] -= 1
-        counts = self._counts_of(drive)
-        counts.n_reads += 1
-        counts.busy_s += done.seconds
-        if done.error is None:
-            counts.read_bytes += len(done.payload or b"")
-            return key
-        counts.n_failed += 1
-        self._spoilt.add((drive, key))
-        self._host_cache.drop(key)
-        where = self._prepared.drive_name(self.drives[drive])
-        self._on_remark(f"layer {key.layer} expert {key.expert} on {where}: {done.error}; trying another copy")
-        return key
+    def _retire_if_over(self, incoming: _Incoming) -> None:
+        if not incoming.is_dead or incoming.n_out:
+            return
+        if incoming.is_spare:
+            self._spares.append(incoming.room)
+        elif self._draining.pop(incoming.key, None) is not None:
+            self._host.drop(incoming.key)
+
+    def _remark(self, key: ExpertKey, drive: int, what: str) -> None:
+        self._on_remark(f"layer {key.layer} expert {key.expert} on {self._names[drive]}: {what}")
+
+    def _alarm(self, state: _Layer) -> str:
+        """Say what a layer has been waiting for."""
+        asked: dict[str, set[int]] = {}
+        for read in self._scheduler.reads:
+            incoming = read.job.tag
+            assert isinstance(incoming, _Incoming)
+            if incoming.key in state.wanted and not incoming.is_dead:
+                asked.setdefault(self._names[read.drive], set()).add(incoming.key.expert)
+        others = sorted({key.expert for key in state.wanted}.difference(*asked.values()) - {key.expert for key, _ in (*state.hits, *state.ready)})
+        parts = [f"{name} for experts {', '.join(map(str, sorted(experts)))}" for name, experts in sorted(asked.items())]
+        parts += [f"not asked yet: experts {', '.join(map(str, others[:20]))}"] if others else []
+        return f"layer {state.number}: waiting for {state.waited_s:.0f} s: {'; '.join(parts)}"
+
+    def _sources(self, key: ExpertKey) -> tuple[int, ...]:
+        drives = self._holders[key]
+        return tuple(drive for drive in drives if (drive, key) not in self._spoilt) if self._spoilt else drives
+
+    # Uploading.
+
+    def _left_device(self, key: ExpertKey) -> None:
+        self._addresses[key] = 0
+        self._host.off_device(key)
+
+    def _land(self, key: ExpertKey) -> int | None:
+        """Return the device slot that a record goes into, None if all are in use."""
+        slot = self._landing.get(key)
+        if slot is None:
+            slot = self._device.take(key, is_prompt=self.phase is Phase.PROMPT)
+            if slot is not None:
+                self._landing[key] = slot
+                self._device_slots.begin(slot)
+        return slot
+
+    def _upload_arrived(self, incoming: _Incoming) -> None:
+        """Upload the chunks that are there, if the record is needed and the device has a slot for it."""
+        if not incoming.is_wanted or (slot := self._land(incoming.key)) is None:
+            return
+        source = self.arena.tensor(incoming.room)
+        for chunk in incoming.arrived:
+            self._device_slots.copy(slot, source, *incoming.chunks[chunk])
+        incoming.arrived.clear()
+
+    def _upload_whole(self, key: ExpertKey, room: int, is_spare: bool) -> bool:
+        slot = self._land(key)
+        if slot is None:
+            return False
+        self._device_slots.copy(slot, self.arena.tensor(room), 0, self._n_bytes)
+        self._finish_upload(key, room, is_spare)
+        return True
+
+    def _finish_upload(self, key: ExpertKey, room: int, is_spare: bool) -> None:
+        slot = self._landing.pop(key)
+        self._uploads.append((self._device_slots.finish(slot), key, room, is_spare))
+        self.counts.uploaded_bytes += self._n_bytes
+        assert self._layer is not None
+        self._layer.ready.append((key, slot))
+
+    def _free(self, key: ExpertKey, room: int, is_spare: bool) -> None:
+        """Nothing needs a room any more; what lies in the pool stays there to be found."""
+        if is_spare:
+            self._spares.append(room)
+        else:
+            self._host.unpin(key)
+
+    def _count_last(self, state: _Layer) -> None:
+        by_time = sorted(state.last_by_drive.items(), key=lambda item: item[1])
+        if not by_time:
+            return
+        drive, ended = by_time[-1]
+        by_s = ended - by_time[-2][1] if len(by_time) > 1 else 0.0
+        for count in (self.counts.drives[self.drives[drive]], self.counts.tiers[self._tiers[drive]]):
+            count.n_last += 1
+            count.last_by_s += by_s
+
+    def _end_layer(self, state: _Layer) -> None:
+        """Leave nothing pinned, also if the layer was broken off."""
+        self._layer = None
+        if not state.wanted:
+            return
+        for key in state.wanted:
+            for incoming in (self._incoming.get(key), (self._incoming[key].rival if key in self._incoming else None)):
+                if incoming is not None:
+                    self._kill(incoming)
+            if (slot := self._landing.pop(key, None)) is not None:
+                # What is on its way into the slot must end before the slot is used again.
+                self._device_slots.finish(slot).wait()
+                self._device.drop(key)
+            elif key in self._device:
+                self._device.unpin(key)
+        for key, room, is_spare in self._whole_in_host:
+            self._free(key, room, is_spare)
+        self._whole_in_host.clear()
+
+
+class _Holders:
+    """Which drives hold an expert, found quickly."""
+
+    def __init__(self, holds: Sequence[np.ndarray]) -> None:
+        # One bit per drive.
+        masks = np.zeros(holds[0].shape, np.int64)
+        for n, held in enumerate(holds):
+            masks |= held.astype(np.int64) << n
+        self._drives_of = {int(mask): tuple(n for n in range(len(holds)) if mask >> n & 1) for mask in np.unique(masks)}
+        self._masks = [[int(mask) for mask in row] for row in masks]
+
+    def __getitem__(self, key: ExpertKey) -> tuple[int, ...]:
+        return self._drives_of[self._masks[key.layer][key.expert]]
+
+
+def _drive_facts(
+    prepared: Prepared,
+    drives: Sequence[int],
+    facts: Sequence[DirectoryFacts],
+    servers: Sequence[int] | None,
+    limits: Sequence[float | None] | None,
+) -> list[DriveFacts]:
+    """Return what is known of the drives. Rates count only if all are known: a measured one is not to be compared with a guess."""
+    numbers = group_by_device(facts) if servers is None else [servers[n] for n in drives]
+    dense = {number: n for n, number in enumerate(dict.fromkeys(numbers))}
+    profiles = [prepared.manifest.drives[n].profile for n in drives]
+    slowed = limits or [None] * len(drives)
+    rates = [profile.read_bytes_per_s if profile else limit for profile, limit in zip(profiles, slowed, strict=True)]
+    depths = [
+        min(MOST_DEPTH, profile.depth) if profile else _unmeasured_depth(fact, limit)
+        for profile, fact, limit in zip(profiles, facts, slowed, strict=True)
+    ]
+    return [
+        DriveFacts(dense[number], prepared.manifest.drives[n].tier, depth, rate if all(rates) else None)
+        for n, number, depth, rate in zip(drives, numbers, depths, rates, strict=True)
+    ]
+
+
+def _unmeasured_depth(facts: DirectoryFacts, limit: float | None) -> int:
+    """Return how many requests saturate a drive that nobody measured. One that is slowed down needs no more than bring it to its limit."""
+    if not facts.is_ram_backed:
+        return DEFAULT_DEPTH
+    return RAM_DEPTH if limit is None else min(RAM_DEPTH, max(DEFAULT_DEPTH, math.ceil(limit / _RAM_READ_BYTES_PER_S)))
+
+
+def _size(chunk: Chunk) -> int:
+    return chunk.end - chunk.begin
+
+
+def _chunks(record: RecordLayout, step: int) -> tuple[Chunk, ...]:
+    w1_end, w2_end, w3_end = (record.segment(name).end for name in ("w1.scale", "w2.scale", "w3.scale"))
+    return chunks_in_order_of_need(w1_end=w1_end, w2_end=w2_end, w3_end=w3_end, step=step)
+
+
+def _keep_share(prepared: Prepared, n_device_slots: int) -> float:
+    """Return which share of what is read keeps its copy in the pool: half, but all where the device cannot even hold what one token uses."""
+    geometry = prepared.geometry
+    return 0.5 if n_device_slots > len(geometry.moe_layers) * geometry.n_experts_per_token else 1.0
+
+
+def _interleaved(keys: Sequence[tuple[ExpertKey, tuple[int, ...]]]) -> list[ExpertKey]:
+    """Order keys so that any first part of them asks the drives in the proportions of the whole: host slots may be few, and no drive should idle."""
+    n_of, seen = Counter(drives for _, drives in keys), Counter[tuple[int, ...]]()
+    places = []
+    for key, drives in keys:
+        seen[drives] += 1
+        places.append(((seen[drives] - 0.5) / n_of[drives], len(drives), key))
+    return [key for _, _, key in sorted(places)]

@@ -25,6 +25,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FILE",
         help="safetensors file with weight_packed, weight_scale and expected of a released expert matrix (not shipped with the project)",
     )
+    parser.addoption(
+        "--router-trace",
+        metavar="FILE",
+        help="safetensors file with experts, int16 [token, layer, 16]: the routing of a real model (not shipped with the project)",
+    )
 
 
 class Outcome(NamedTuple):
