@@ -1,6 +1,7 @@
 """What a user asks of the drives."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,17 +27,41 @@ def disk_bytes(record_bytes: int) -> int:
 
 
 def check_requests(requests: Sequence[DriveRequest]) -> None:
-    """Raise UsageError unless the directories are there, each once, and some are of the base tiers."""
+    """Raise UsageError unless the directories are there, each once and none within another, and some are of the base tiers."""
     if not any(request.tier in BASE_TIERS for request in requests):
         raise UsageError("--tier: name at least one drive of tier A or B; together they hold the base, one copy of every expert")
-    seen: set[Path] = set()
+    seen: dict[tuple[int, int], DriveRequest] = {}
     for request in requests:
         try:
             str(request.directory.resolve()).encode()
         except UnicodeEncodeError:
             raise UsageError(f"--tier {request.tier}={request.directory!a}: the path is not UTF-8, which a manifest cannot hold; rename it") from None
         if not request.directory.is_dir():
-            raise UsageError(f"--tier {request.tier}={request.directory}: no such directory; make it, on the drive that you mean")
-        if request.directory.resolve() in seen:
-            raise UsageError(f"--tier {request.tier}={request.directory}: this directory is named twice")
-        seen.add(request.directory.resolve())
+            raise UsageError(f"{_flag(request)}: no such directory; make it, on the drive that you mean")
+        if (other := seen.get(identity(request.directory))) is not None:
+            same = "" if other.directory == request.directory else f", also as {other.directory}"
+            raise UsageError(f"{_flag(request)}: this directory is named twice{same}")
+        seen[identity(request.directory)] = request
+    for request in requests:
+        for parent in request.directory.resolve().parents:
+            if (outer := seen.get(identity(parent))) is not None:
+                raise UsageError(f"{_flag(request)}: lies within {outer.directory}, which is named too; a drive's directory holds its own files only")
+
+
+def identity(directory: Path) -> tuple[int, int]:
+    """Return what a directory is, whatever links or bind mounts lead to it."""
+    found = os.stat(directory)
+    return found.st_dev, found.st_ino
+
+
+def check_writable(requests: Iterable[DriveRequest]) -> None:
+    """Raise UsageError for a directory in which no file may be made."""
+    for request in requests:
+        if not os.access(request.directory, os.W_OK | os.X_OK):
+            is_read_only = bool(os.statvfs(request.directory).f_flag & os.ST_RDONLY)
+            why = "its file system is mounted read-only; mount it writable" if is_read_only else "no permission; change its owner or mode"
+            raise UsageError(f"{_flag(request)}: no file can be written there: {why}, or leave the drive out")
+
+
+def _flag(request: DriveRequest) -> str:
+    return f"--tier {request.tier}={request.directory}"

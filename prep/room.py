@@ -1,10 +1,10 @@
-"""Room on the file systems that an extraction writes to: is there enough to end, and, as it goes on, is the reserve still free?"""
+"""Room on file systems: is there enough for an extraction to end, and, while it or a placement goes on, is the reserve still free?"""
 
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +14,49 @@ from layout.drives import default_reserve, free_bytes
 from layout.record import expert_file_name
 from layout.sizes import format_size
 from layout.tensors import expert_tensor_names
-from manifests.errors import NoSpaceError
+from manifests.errors import KtierError, NoSpaceError
+from prep.base_split import Candidate, plan_base
 from prep.drive_facts import drive_text
-from prep.placement_plan import Candidate, plan_base
 from prep.requests import DriveRequest, disk_bytes
 from prep.spine import spine_bytes
 
 Place = tuple[int, int]
+
+
+class Reserves:
+    """The room that stays free on each file system (`n_bytes`, by device number) while many threads write."""
+
+    def __init__(self, directories: Iterable[Path], reserve_bytes: int | None) -> None:
+        self.n_bytes = {device(path): default_reserve(path) if reserve_bytes is None else reserve_bytes for path in directories}
+        self._changed, self._in_flight = threading.Condition(), defaultdict[int, int](int)
+
+    @contextmanager
+    def taking(self, directory: Path, n_bytes: int) -> Iterator[None]:
+        """Write n_bytes within this context, once they fit beside all that others are writing now.
+
+        Raises NoSpaceError if the reserve would be touched, KtierError if another file system shows at the directory than at the start.
+        """
+        number = device(directory)
+        if number not in self.n_bytes:
+            raise KtierError(
+                f"{directory}: another file system shows there than at the start; has the drive gone? Mount it and run the same command again"
+            )
+        with self._changed:
+            # What others write may be counted as free or not: only with nothing in flight is the room known.
+            while (free := free_bytes(directory)) - self._in_flight[number] - n_bytes < self.n_bytes[number]:
+                if not self._in_flight[number]:
+                    raise NoSpaceError(
+                        f"{directory}: paused: {format_size(free)} are free and {format_size(self.n_bytes[number])} are kept in reserve; "
+                        "make room and run the same command again: it goes on where it stopped"
+                    )
+                self._changed.wait()
+            self._in_flight[number] += n_bytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._in_flight[number] -= n_bytes
+                self._changed.notify_all()
 
 
 class Room:
@@ -30,8 +66,8 @@ class Room:
         self._checkpoint, self._requests = checkpoint, requests
         self._paths = {out: _existing(out)} | {r.directory: _existing(r.directory) for r in requests}
         self._home = out
-        self._lock, self._in_flight = threading.Lock(), defaultdict[int, int](int)
-        self._reserves = {device(path): default_reserve(path) if reserve_bytes is None else reserve_bytes for path in self._paths.values()}
+        self._kept = Reserves(self._paths.values(), reserve_bytes)
+        self._reserves = self._kept.n_bytes
         self.spine_bytes = spine_bytes(checkpoint, expert_directories=[drive_text(r.directory, out) for r in requests])
         self.record_bytes = disk_bytes(checkpoint.record.n_bytes)
 
@@ -117,23 +153,9 @@ class Room:
                 used[source] -= checkpoint.shards[shards[n]].n_bytes
         return {number: peak for number, peak in peaks.items() if peak > 0}
 
-    @contextmanager
-    def taking(self, directory: Path, n_bytes: int) -> Iterator[None]:
-        """Write n_bytes within this context. Raises NoSpaceError first if, with all that others are writing now, the reserve would be touched."""
-        number = os.stat(directory).st_dev
-        with self._lock:
-            free, reserve = free_bytes(directory) - self._in_flight[number], self._reserves[number]
-            if free - n_bytes < reserve:
-                raise NoSpaceError(
-                    f"{directory}: paused: {format_size(max(free, 0))} are free and {format_size(reserve)} are kept in reserve; "
-                    "make room and run the same command again: it goes on where it stopped"
-                )
-            self._in_flight[number] += n_bytes
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._in_flight[number] -= n_bytes
+    def taking(self, directory: Path, n_bytes: int) -> AbstractContextManager[None]:
+        """See `Reserves.taking`."""
+        return self._kept.taking(directory, n_bytes)
 
 
 def can_release(shard: Path) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import DATA, Outcome, command, succeed
+from placing import add_copies
 from safetensors.numpy import save_file
 
 from layout.checkpoint import INDEX_NAME, open_checkpoint
@@ -348,9 +349,9 @@ def test_a_flipped_byte_ends_the_run_where_there_is_no_other_copy(prepared_copy:
 def test_a_flipped_byte_is_survived_by_the_other_copy_and_said_once(prepared_copy: Path, tmp_path: Path, krun: Krun) -> None:
     whole = json.loads(generate_with_seed_ids(krun, prepared_copy).out)
     drives = [tmp_path / "a", tmp_path / "b"]
-    for drive in drives:
-        drive.mkdir()
-    succeed("kprep", "place", prepared_copy / "manifest.yaml", "--tier", f"A={drives[0]}", "--tier", f"B={drives[1]}")
+    drives[0].mkdir()
+    succeed("kprep", "place", prepared_copy / "manifest.yaml", "--tier", f"A={drives[0]}")
+    add_copies(prepared_copy, drives[1], tier="B")
     for path in drives[0].glob("L3-E*.bin"):
         flip(path, 4321)
     # One slot each: every record is read again for every token, so a second message would come.

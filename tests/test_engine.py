@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import DATA, succeed
+from placing import add_copies
 from safetensors.numpy import load_file
 
 from layout.record import expert_file_name
@@ -49,7 +50,7 @@ def device_reference(extractions: dict[str, Path], device: str) -> torch.Tensor:
 def placed(extractions: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Place a copy of tiny-k3.1 on some tiers and return its manifest."""
 
-    def place(*tiers: str, limit: str | None = None) -> Path:
+    def place(first: str, *others: str) -> Path:
         root = tmp_path_factory.mktemp("placed")
         home = root / "model"
         home.mkdir()
@@ -57,13 +58,10 @@ def placed(extractions: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
             os.symlink(extractions["tiny-k3.1"] / name, home / name)
         (home / "manifest.yaml").unlink()
         (home / "manifest.yaml").write_bytes((extractions["tiny-k3.1"] / "manifest.yaml").read_bytes())
-        flags: list[object] = []
-        for n, tier in enumerate(tiers):
-            (root / f"d{n}").mkdir()
-            flags += ["--tier", f"{tier}={root / f'd{n}'}"]
-        if limit is not None:
-            flags += ["--limit", limit]
-        succeed("kprep", "place", home / "manifest.yaml", *flags)
+        (root / "d0").mkdir()
+        succeed("kprep", "place", home / "manifest.yaml", "--tier", f"{first}={root / 'd0'}")
+        for n, tier in enumerate(others, start=1):
+            add_copies(home, root / f"d{n}", tier=tier)
         return home / "manifest.yaml"
 
     return place
@@ -90,7 +88,7 @@ def test_logits_do_not_depend_on_cold_or_verified_reads(extractions: dict[str, P
 
 def test_any_copy_that_the_base_does_not_need_may_vanish(placed: Callable[..., Path]) -> None:
     """Each of many copies is removed in turn; the score of a text that uses every expert of a layer stays the same, bit for bit."""
-    manifest = placed("A", "B", "C", limit="A=1.1MB")
+    manifest = placed("A", "B", "C")
     drives = load_manifest(manifest).drives
 
     def score() -> torch.Tensor:
@@ -161,8 +159,8 @@ def test_a_prompt_may_be_given_in_any_pieces(extractions: dict[str, Path], devic
 @pytest.mark.parametrize("is_exact", [False, True])
 def test_the_prompt_pass_meets_the_golden_logits(extractions: dict[str, Path], chunk: int, is_exact: bool) -> None:
     with Engine(extractions["tiny-k3.1"], Options(device="cpu", chunk=chunk, is_exact_prefill=is_exact), on_remark=quiet) as engine:
-        logits, state = engine.prompt(LONG)
-    assert state.n_tokens == len(LONG)
+        logits = engine.prompt(LONG)
+        assert engine.decoder.state.n_tokens == len(LONG)
     assert np.abs(logits.numpy() - GOLDEN["q8.2.logits"][-1]).max() < 2e-4
 
 
@@ -170,24 +168,24 @@ def test_counts_add_up(extractions: dict[str, Path]) -> None:
     with Engine(extractions["tiny-k3.1"], Options(device="cpu", vram_cache="40slots", host_pool="80slots"), on_remark=quiet) as engine:
         list(engine.generate(PROMPT, n_tokens=5, sampler=Sampler(0, 1, 0)))
         counts = engine.decode_counts
-    assert counts.n_device_hits + counts.n_host_hits + counts.n_reads == 4 * 9 * 4
-    assert counts.n_reads > 0 and counts.n_host_hits > 0 and counts.n_device_hits > 0
-    assert counts.read_bytes == counts.n_reads * 9792
-    assert counts.uploaded_bytes == (counts.n_reads + counts.n_host_hits) * 9792
+    assert counts.n_device_hits + counts.n_host_hits + counts.n_records == 4 * 9 * 4
+    assert counts.n_records > 0 and counts.n_host_hits > 0 and counts.n_device_hits > 0
+    assert counts.read_bytes == counts.n_records * 9792
+    assert counts.uploaded_bytes == (counts.n_records + counts.n_host_hits) * 9792
 
 
 def test_with_room_for_all_each_expert_is_read_once(extractions: dict[str, Path]) -> None:
     with Engine(extractions["tiny-k3.1"], Options(device="cpu"), on_remark=quiet) as engine:
         list(engine.generate(LONG, n_tokens=10, sampler=Sampler(0, 1, 0)))
         needed = engine.prompt_counts.needed | engine.decode_counts.needed
-        n_reads = engine.prompt_counts.n_reads + engine.decode_counts.n_reads
-    assert n_reads == len(needed) <= N_RECORDS
+        n_read = engine.prompt_counts.n_records + engine.decode_counts.n_records
+    assert n_read == len(needed) <= N_RECORDS
 
 
 def test_a_cold_run_reads_again_what_the_prompt_pass_had_read(extractions: dict[str, Path]) -> None:
     with Engine(extractions["tiny-k3.1"], Options(device="cpu", is_cold=True), on_remark=quiet) as engine:
         list(engine.generate(LONG, n_tokens=4, sampler=Sampler(0, 1, 0)))
-        assert engine.decode_counts.n_reads == len(engine.decode_counts.needed)
+        assert engine.decode_counts.n_records == len(engine.decode_counts.needed)
 
 
 def test_generation_ends_where_the_context_ends(extractions: dict[str, Path]) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from conftest import DATA, command, succeed
+from placing import add_copies
 
 from layout.prepared import Prepared, open_prepared
 from manifests.errors import KtierError
@@ -57,9 +58,9 @@ def test_two_hundred_flipped_bytes_are_found_and_named(prepared_copy: Path) -> N
 @pytest.mark.parametrize("n_bad", [1, 20])
 def test_with_two_copies_repair_restores_and_a_second_verify_is_clean(prepared_copy: Path, tmp_path: Path, n_bad: int) -> None:
     directories = [tmp_path / "a", tmp_path / "b"]
-    for directory in directories:
-        directory.mkdir()
-    succeed("kprep", "place", prepared_copy, "--tier", f"A={directories[0]}", "--tier", f"B={directories[1]}")
+    directories[0].mkdir()
+    succeed("kprep", "place", prepared_copy, "--tier", f"A={directories[0]}")
+    add_copies(prepared_copy, directories[1], tier="B")
     rng = random.Random(n_bad)
     for path in rng.sample(sorted(directories[0].glob("L*.bin")), n_bad):
         data = bytearray(path.read_bytes())
@@ -94,8 +95,7 @@ def test_receipts_spare_unchanged_files_and_only_when_they_are_trusted(prepared_
 
 
 def test_a_sample_is_spread_over_layers_and_drives_and_repeatable(prepared_copy: Path, tmp_path: Path) -> None:
-    (tmp_path / "b").mkdir()
-    succeed("kprep", "place", prepared_copy, "--tier", f"A={prepared_copy / 'experts'}", "--tier", f"C={tmp_path / 'b'}")
+    add_copies(prepared_copy, tmp_path / "b")
     prepared = open_prepared(prepared_copy)
     assert load_manifest(prepared.path).generation == 2
     sample = select_records(prepared, drive=None, layers=[], n_sample=36, seed=3)

@@ -15,9 +15,9 @@ from layout.config import K31
 from layout.drives import default_reserve, free_bytes
 from manifests.errors import BadInputError, NoSpaceError, UsageError
 from manifests.geometry import load_geometry
-from prep.place import DriveRequest
-from prep.placement_plan import Candidate, plan_base, plan_placement
+from prep.base_split import Candidate, plan_base
 from prep.plan import ExtractionPlan, _duration, make_plan
+from prep.requests import DriveRequest
 from prep.spine import spine_bytes, write_spine
 from prep.tiny import limit_layers, make_checkpoint
 
@@ -79,8 +79,10 @@ def test_the_spine_is_measured_with_its_header_whatever_that_holds(tmp_path: Pat
 
 def test_the_directories_names_count_in_the_spine(tmp_path: Path) -> None:
     deep = tmp_path.joinpath(*["d" * 200] * 10)
+    beside = deep.with_name("e" * 200)
     deep.mkdir(parents=True)
-    long = [DriveRequest("A", deep.parent), DriveRequest("A", deep)]
+    beside.mkdir()
+    long = [DriveRequest("A", beside), DriveRequest("A", deep)]
     checkpoint = open_checkpoint(DATA / "tiny-k3")
     expected = spine_bytes(checkpoint, expert_directories=[str(request.directory) for request in long])
     assert plan_of("tiny-k3", *long).spine_bytes == expected > plan_of("tiny-k3").spine_bytes
@@ -280,11 +282,3 @@ def test_the_base_needs_no_more_room_than_the_experts_take() -> None:
     assert np.stack(plan_base(FULL, candidates_of("A", "B"), pool_room=[40_001, 42_431])).sum(axis=(1, 2)).tolist() == [40_001, 42_431]
     with pytest.raises(NoSpaceError, match="room for 82431 of 82432 experts"):
         plan_base(FULL, candidates_of("A", "B"), pool_room=[40_000, 42_431])
-
-
-def test_copies_leave_the_base_where_it_is() -> None:
-    candidates = candidates_of("A", "B", "C")
-    room = [50_000, 50_000, 10_000]
-    base, whole = plan_base(FULL, candidates, pool_room=room), plan_placement(FULL, candidates, pool_room=room)
-    assert all((b <= w).all() for b, w in zip(base, whole, strict=True))
-    assert [int(w.sum()) for w in whole] == room

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Outcome, command, succeed
+from placing import add_copies
 
 from layout.direct import ReadMode, span_bytes
 from layout.drives import shares_device
@@ -60,8 +61,8 @@ def two_copies(prepared_copy: Path, tmp_path: Path) -> tuple[Path, Path, Path]:
     """tiny-k3.1 with every expert on drive a (tier A) and on drive b (tier C): its home, a, b."""
     a, b = tmp_path / "a", tmp_path / "b"
     a.mkdir()
-    b.mkdir()
-    succeed("kprep", "place", prepared_copy / "manifest.yaml", "--tier", f"A={a}", "--tier", f"C={b}")
+    succeed("kprep", "place", prepared_copy / "manifest.yaml", "--tier", f"A={a}")
+    add_copies(prepared_copy, b)
     return prepared_copy, a, b
 
 

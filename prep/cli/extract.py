@@ -7,14 +7,16 @@ import typer
 
 from layout.checkpoint import Checkpoint, open_checkpoint
 from layout.drives import shares_device
+from layout.prepared import open_prepared
 from layout.sizes import format_size
 from layout.terminal import ProgressLine, note, say
 from manifests.errors import UsageError
 from manifests.manifest import Manifest
 from prep.cli.arguments import LIMIT_HELP, RESERVE_HELP, drive_requests, reserve_of
 from prep.extract import JOURNAL_EVERY, MANIFEST_NAME, Settings, extract, is_finished_and_gone
+from prep.only import extract_only, parse_only
 from prep.release import saved_headers
-from prep.requests import disk_bytes
+from prep.requests import DriveRequest, disk_bytes
 
 
 def extract_command(
@@ -31,9 +33,22 @@ def extract_command(
     journal_every: Annotated[
         int, typer.Option(metavar="N", min=1, help="Experts between two syncs of the journal; a kill costs at most so many.")
     ] = JOURNAL_EVERY,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            metavar="L:E,L:E-E",
+            help="Of a finished OUT, write only these experts again, such as 17:413,17:420-430, or 'missing' for all that have no copy left; "
+            "CHECKPOINT needs no more than the shards that hold them.",
+        ),
+    ] = None,
     trust_journal: Annotated[bool, typer.Option("--trust-journal", help="When going on, do not read again what the journal says is there.")] = False,
 ) -> None:
     """Write the spine, one file per expert, the tokenizer's files, hashes and the manifest. Interrupted, the same command goes on."""
+    if only is not None:
+        if release_shards or trust_journal or limit or len(tier or []) > 1:
+            raise UsageError("--only goes with one --tier and --reserve alone")
+        _extract_only(checkpoint, out, only, drive_requests(tier or [], [], record_bytes=None), reserve_of(reserve))
+        return
     if is_finished_and_gone(checkpoint, out):
         say(f"{out / MANIFEST_NAME}: already extracted; the checkpoint's shards have been removed since. kprep verify-hashes proves what is there")
         return
@@ -45,6 +60,18 @@ def extract_command(
         drives=drives, reserve_bytes=reserve_of(reserve), is_releasing=release_shards, is_journal_trusted=trust_journal, journal_every=journal_every
     )
     run_extraction(source, out, settings)
+
+
+def _extract_only(checkpoint: Path, out: Path, only: str, requests: list[DriveRequest], reserve_bytes: int | None) -> None:
+    prepared = open_prepared(out)
+    experts = parse_only(only, prepared)
+    if not experts.any():
+        say(f"{prepared.path}: every expert has a copy; kprep verify-hashes proves them")
+        return
+    request = requests[0] if requests else None
+    with ProgressLine() as progress:
+        done = extract_only(checkpoint, prepared, experts, request, reserve_bytes=reserve_bytes, on_progress=progress)
+    say(f"{prepared.path}: generation {done.manifest.generation}; {done.n_written} expert files written, {done.n_intact} were there and intact")
 
 
 def open_for_extraction(checkpoint: Path, out: Path) -> Checkpoint:
