@@ -12,21 +12,22 @@ import torch
 from torch import Tensor
 
 from layout.checkpoint import Checkpoint
-from layout.direct import Extent, aligned_buffer, span_bytes
+from layout.direct import Extent
 from layout.hash_lists import xxh3_128_hex
 from layout.prepared import Copies, Prepared, find_copies, open_prepared
-from layout.reader import Reader, ReadRequest
 from layout.record import record_layout
 from manifests.errors import BadInputError, DamagedDataError, DeviceError, UsageError
 from manifests.geometry import Geometry
+from runtime.decode import Decoder
 from runtime.experts import CheckpointRecords, StreamedExperts
-from runtime.kernels.rows import Arithmetic, forbid_tf32
+from runtime.flat_out import Source, flat_out_bytes_per_s
+from runtime.kernels.rows import TILE_ROWS, Arithmetic, forbid_tf32
 from runtime.memory import AUTO, available_device_bytes, available_host_bytes, budget_of
 from runtime.model import Model
 from runtime.sampler import Sampler
-from runtime.state import State, initial_state
+from runtime.state import initial_state
 from runtime.stats import new_counts
-from runtime.store import Store
+from runtime.store import Phase, Store
 from runtime.weights import CURE, CheckpointWeights, SpineWeights, load_spine
 
 DEFAULT_CONTEXT = 4096
@@ -46,6 +47,7 @@ class Options:
     is_exact_prefill: bool = False
     is_cold: bool = False
     verify_reads: int = 16
+    n_prefetch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,9 @@ class Engine:
         )
         experts = StreamedExperts(self.geometry, self.prepared.record, self.store)
         self.model = Model(self.geometry, self.weights, experts)
+        self.decoder = Decoder(self.geometry, self.weights, self.prepared.record, self.store, context=self.context, n_prefetch=options.n_prefetch)
+        with torch.inference_mode():
+            self.decoder.capture(1)
 
     def _pool_facts(self, available: int) -> dict[str, Any]:
         n_bytes = self.prepared.record.n_bytes
@@ -149,28 +154,34 @@ class Engine:
         ]
 
     @torch.inference_mode()
-    def prompt(self, ids: list[int]) -> tuple[Tensor, State]:
-        """Run the prompt pass: return the logits [vocabulary] after the last token, and the state."""
+    def prompt(self, ids: list[int]) -> Tensor:
+        """Run the prompt pass: return the logits [vocabulary] after the last token; the decoder goes on from there."""
         self._check_ids(ids)
         self.timing.n_prompt, self.timing.prompt_began = len(ids), time.perf_counter()
-        arithmetic = Arithmetic.DECODE if self.options.is_exact_prefill else Arithmetic.PROMPT
+        self.store.phase, self.store.counts = Phase.PROMPT, self.prompt_counts
+        if self.options.is_exact_prefill:
+            self.decoder.state.reset()
+            for start in range(0, len(ids), TILE_ROWS):
+                logits = self.decoder.step(ids[start : start + TILE_ROWS])
+        else:
+            logits = self._prompt_pass(ids)
+        self._wait_for_device()
+        self.timing.prompt_ended = time.perf_counter()
+        return logits[-1].clone()
+
+    def _prompt_pass(self, ids: list[int]) -> Tensor:
         state, tokens = initial_state(self.geometry, 1, self.device), torch.tensor([ids], device=self.device)
         for start in range(0, len(ids), self.options.chunk):
             chunk = tokens[:, start : start + self.options.chunk]
-            is_last = start + self.options.chunk >= len(ids)
-            if is_last:
-                logits, state = self.model.forward(chunk, state, arithmetic=arithmetic, is_last_only=True)
-            else:
-                _, state = self.model.trunk(chunk, state, arithmetic=arithmetic)
-        self._wait_for_device()
-        self.timing.prompt_ended = time.perf_counter()
-        return logits[0, -1], state
+            h, state = self.model.trunk(chunk, state, arithmetic=Arithmetic.PROMPT)
+        self.decoder.begin(state)
+        return self.model.logits(h[:, -1:], arithmetic=Arithmetic.PROMPT)[0]
 
     @torch.inference_mode()
     def generate(self, ids: list[int], *, n_tokens: int, sampler: Sampler) -> Iterator[Step]:
         """Yield up to n_tokens tokens after a prompt; the last one says why it is the last."""
-        logits, state = self.prompt(ids)
-        self.store.counts = self.decode_counts
+        logits = self.prompt(ids)
+        self.store.phase, self.store.counts = Phase.DECODE, self.decode_counts
         if self.options.is_cold:
             self.store.forget()
         self.timing.token_times = []
@@ -178,20 +189,22 @@ class Engine:
             token = sampler.choose(logits)
             self.timing.token_times.append(time.perf_counter())
             finish = "end" if token in self.prepared.manifest.end_ids else "length" if n == n_tokens else None
-            if finish is None and state.n_tokens >= self.context:
+            if finish is None and self.decoder.state.n_tokens >= self.context:
                 finish = "context"
             yield Step(token, logits, finish)
             if finish is not None:
                 return
-            step = torch.tensor([[token]], device=self.device)
-            out, state = self.model.forward(step, state, arithmetic=Arithmetic.DECODE)
-            logits = out[0, -1]
+            logits = self.decoder.step([token])[0].clone()
 
     @torch.inference_mode()
     def score(self, ids: list[int], *, arithmetic: Arithmetic, chunk: int | None) -> Tensor:
         """Return the logits of every position, float32 [tokens, vocabulary], on the CPU."""
         self._check_ids(ids)
-        return score_with(self.model, ids, arithmetic=arithmetic, chunk=chunk)
+        if arithmetic is Arithmetic.PROMPT:
+            return score_with(self.model, ids, arithmetic=arithmetic, chunk=chunk)
+        self.decoder.state.reset()
+        n_rows = min(chunk or TILE_ROWS, TILE_ROWS)
+        return torch.cat([self.decoder.step(ids[start : start + n_rows]).to("cpu", copy=True) for start in range(0, len(ids), n_rows)])
 
     def _check_ids(self, ids: list[int]) -> None:
         check_ids(ids, self.geometry, self.context)
@@ -202,7 +215,7 @@ class Engine:
 
     def flat_out_bytes_per_s(self) -> float:
         """Measure what the same reader delivers flat out from the same files, now."""
-        return flat_out_rate(self.prepared, self._copies, self.store)
+        return flat_out_bytes_per_s(_sources(self.prepared, self._copies, self.store), seconds=FLAT_OUT_SECONDS)
 
 
 def open_checkpoint_model(checkpoint: Checkpoint, device: torch.device) -> Model:
@@ -264,29 +277,11 @@ def drop_page_cache(prepared: Prepared, copies: Copies) -> None:
                 os.close(fd)
 
 
-def flat_out_rate(prepared: Prepared, copies: Copies, store: Store, *, seconds: float = FLAT_OUT_SECONDS) -> float:
-    """Read random records from all drives at once, at their depths, for a short time; return bytes per second."""
-    rng = np.random.default_rng(0)
-    drives = store.drives
-    places = [np.argwhere(copies.holds[n]) for n in drives]
-    n_bytes, n_read = prepared.record.n_bytes, 0
-    with Reader(store.modes, store.depths) as reader:
+def _sources(prepared: Prepared, copies: Copies, store: Store) -> list[Source]:
+    """Return what the store reads from, for the reader alone."""
 
-        def submit(number: int, buffer: memoryview) -> None:
-            layer, expert = places[number][rng.integers(len(places[number]))]
-            extent: Extent = prepared.expert_extent(drives[number], int(layer), int(expert))
-            reader.submit(ReadRequest(None, number, extent, buffer))
+    def chooser(drive: int) -> Callable[[np.random.Generator], Extent]:
+        places = np.argwhere(copies.holds[drive])
+        return lambda rng: prepared.expert_extent(drive, *places[rng.integers(len(places))].tolist())
 
-        start, n_in_flight = time.perf_counter(), 0
-        for number, depth in enumerate(store.depths):
-            for _ in range(depth):
-                submit(number, aligned_buffer(span_bytes(n_bytes, store.modes[number].alignment)))
-                n_in_flight += 1
-        while n_in_flight:
-            done = reader.wait()
-            n_in_flight -= 1
-            n_read += done.error is None
-            if time.perf_counter() - start < seconds:
-                submit(done.request.drive, done.request.buffer)
-                n_in_flight += 1
-        return n_read * n_bytes / (time.perf_counter() - start)
+    return [Source(mode, depth, chooser(drive)) for drive, mode, depth in zip(store.drives, store.modes, store.depths, strict=True)]

@@ -39,17 +39,23 @@ def statistics(engine: Engine, *, n_generated: int, process_wall_s: float, flat_
 
 
 def _phase(counts: ExpertCounts) -> dict[str, Any]:
-    n_used = counts.n_device_hits + counts.n_host_hits + counts.n_reads - counts.n_failed
+    n_used = counts.n_device_hits + counts.n_host_hits + counts.n_records
     return {
         "n_experts_used": n_used,
         "n_distinct_experts": len(counts.needed),
         "n_device_hits": counts.n_device_hits,
         "n_host_hits": counts.n_host_hits,
+        "n_records_read": counts.n_records,
         "n_reads": counts.n_reads,
         "n_failed_reads": counts.n_failed,
+        "n_verified": counts.n_verified,
         "read_bytes": counts.read_bytes,
         "uploaded_bytes": counts.uploaded_bytes,
         "wait_s": counts.wait_s,
+        "store_host_s": counts.host_s,
+        "n_prefetch_issued": counts.n_prefetch_issued,
+        "n_prefetch_used": counts.n_prefetch_used,
+        "n_prefetch_cancelled": counts.n_prefetch_cancelled,
     }
 
 

@@ -13,28 +13,52 @@ from layout.direct import Extent, ReadMode, aligned_buffer, file_blocks, probe_d
 from layout.gguf_header import GgufHeader, GgufTensor, read_gguf_header
 from layout.hash_lists import xxh3_128_of_file
 from layout.prepared import Prepared
-from layout.q8_0 import BLOCK_BYTES
 from layout.tensor_data import as_float32, float_blocks, read_float_tensor
 from layout.tensors import SpineTensor, spine_tensors
 from manifests.errors import BadInputError, DamagedDataError
-from runtime.kernels.q8_0 import expand_q8_0
+from manifests.geometry import Geometry
+from runtime.kernels.bf16 import bf16_product
+from runtime.kernels.q8_0 import Q8Matrix, expand_q8_0, pack_q8_0, q8_0_product
+from runtime.kernels.rows import TILE_ROWS, linear
 
 CURE = "kprep extract with the same checkpoint and output restores it"
+# What takes the same input is multiplied at once.
+_KDA_INPUTS = ("attn_q", "attn_k", "attn_v", "ssm_g", "ssm_f_a", "ssm_beta")
+_MLA_INPUTS = ("attn_q_a", "attn_kv_a_mqa", "attn_gate")
+_MOE_INPUTS = ("ffn_routed_down", "ffn_gate_shexp", "ffn_up_shexp")
+_DENSE_INPUTS = ("ffn_gate", "ffn_up")
 _FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class _Quantised(NamedTuple):
-    """A Q8_0 matrix with its quants and scales apart: int8 [rows, cols], float16 [rows, cols/32]."""
+class _Part(NamedTuple):
+    """Rows of a matrix that is kept together with others."""
 
-    quants: Tensor
-    scales: Tensor
+    whole: str
+    start: int
+    end: int
+
+
+def together(geometry: Geometry) -> dict[str, list[str]]:
+    """Return which matrices are kept as one since they take the same input, one below the other: {name of the whole: names of its parts}."""
+    wholes = {}
+    for layer in range(geometry.n_layers):
+        block = f"blk.{layer}."
+        attention = _MLA_INPUTS if geometry.is_full_attention(layer) else _KDA_INPUTS
+        feed_forward = _DENSE_INPUTS if layer < geometry.n_dense_layers else _MOE_INPUTS
+        wholes[f"{block}attn_in.weight"] = [f"{block}{name}.weight" for name in attention]
+        wholes[f"{block}ffn_in.weight"] = [f"{block}{name}.weight" for name in feed_forward]
+    return wholes
 
 
 class SpineWeights:
-    """The spine on one device. Matrices stay in Q8_0 and are expanded for each product."""
+    """The spine on one device. Matrices stay in Q8_0; the prompt pass expands them for each product."""
 
-    def __init__(self, device: torch.device, tensors: dict[str, Tensor | _Quantised]) -> None:
-        self._device, self._tensors = device, tensors
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._matrices: dict[str, Q8Matrix] = {}
+        self._parts: dict[str, _Part] = {}
+        self._by_head: dict[str, tuple[Tensor, Tensor]] = {}
+        self._tensors: dict[str, Tensor] = {}
 
     @property
     def device(self) -> torch.device:
@@ -42,24 +66,85 @@ class SpineWeights:
 
     @property
     def n_bytes(self) -> int:
-        parts = (part for t in self._tensors.values() for part in (t if isinstance(t, _Quantised) else (t,)))
-        return sum(part.numel() * part.element_size() for part in parts)
+        tensors = [*self._tensors.values(), *(m.data for m in self._matrices.values()), *(t for pair in self._by_head.values() for t in pair)]
+        return sum(t.numel() * t.element_size() for t in tensors)
 
     def matrix(self, name: str) -> Tensor:
-        tensor = self._tensors[name]
-        return expand_q8_0(*tensor) if isinstance(tensor, _Quantised) else tensor.float()
+        """Return a matrix [out, in] as float32."""
+        if name in self._tensors:
+            return self._tensors[name].float()
+        if name in self._by_head:
+            return expand_q8_0(*self._by_head[name])
+        if name in self._matrices:
+            return self._matrices[name].expand()
+        whole, start, end = self._parts[name]
+        matrix, first = self._matrices[whole], start // TILE_ROWS
+        tiles = Q8Matrix(matrix.data[first : -(-end // TILE_ROWS)], end - first * TILE_ROWS, matrix.n_cols)
+        return tiles.expand()[start - first * TILE_ROWS :]
+
+    def by_head(self, name: str, n_heads: int) -> tuple[Tensor, Tensor]:
+        """Return a matrix of heads as int8 [heads, rows, cols] and float16 [heads, rows, cols/32]."""
+        quants, scales = self._by_head[name]
+        return quants.unflatten(0, (n_heads, -1)), scales.unflatten(0, (n_heads, -1))
 
     def vector(self, name: str) -> Tensor:
-        tensor = self._tensors[name]
-        assert isinstance(tensor, Tensor)
-        return tensor.float()
+        """Return a tensor in the shape in which the spine holds it, as float32."""
+        return self._tensors[name].float()
 
     def rows(self, name: str, ids: Tensor) -> Tensor:
-        tensor = self._tensors[name]
-        if not isinstance(tensor, _Quantised):
-            return tensor[ids].float()
-        flat = ids.flatten()
-        return expand_q8_0(tensor.quants[flat], tensor.scales[flat]).unflatten(0, ids.shape)
+        """Return the rows [..., in] of a matrix whose numbers are ids [...]."""
+        if name in self._tensors:
+            return self._tensors[name][ids].float()
+        return self._matrices[name].rows(ids)
+
+    def product(self, name: str, x: Tensor) -> Tensor:
+        """Return x @ matrix^T in decode arithmetic: [1, rows, in] -> [1, rows, out], at most 16 rows. Names of `together` are known here too."""
+        if name not in self._tensors:
+            return q8_0_product(x[0], self._matrices[name]).unsqueeze(0)
+        weight = self._tensors[name]
+        return bf16_product(x[0], weight).unsqueeze(0) if weight.dtype is torch.bfloat16 else linear(x, weight.float(), is_tiled=True)
+
+
+class SpineBuilder:
+    """Takes the spine's tensors one by one, in any order, and keeps them in the form in which they are used."""
+
+    def __init__(self, geometry: Geometry, device: torch.device) -> None:
+        self._weights, self._raw = SpineWeights(device), dict[str, Tensor]()
+        self._wholes = together(geometry)
+        self._whole_of = {part: whole for whole, parts in self._wholes.items() for part in parts}
+
+    def add_float(self, name: str, tensor: Tensor) -> None:
+        """Take a tensor that is not quantised."""
+        self._weights._tensors[name] = tensor
+
+    def add_blocks(self, name: str, blocks: Tensor) -> None:
+        """Take a Q8_0 matrix as the file has it: uint8 [rows, cols / 32 * BLOCK_BYTES]."""
+        weights = self._weights
+        whole = self._whole_of.get(name)
+        if name.endswith("attn_kv_b.weight"):
+            weights._by_head[name] = pack_q8_0(blocks).split()
+        elif whole is None:
+            weights._matrices[name] = pack_q8_0(blocks)
+        else:
+            self._raw[name] = blocks
+            parts = self._wholes[whole]
+            if all(part in self._raw for part in parts):
+                self._join(whole, [self._raw.pop(part) for part in parts])
+
+    def _join(self, whole: str, blocks: list[Tensor]) -> None:
+        ends = np.cumsum([len(b) for b in blocks]).tolist()
+        for name, start, end in zip(self._wholes[whole], [0, *ends], ends, strict=False):
+            self._weights._parts[name] = _Part(whole, start, end)
+        self._weights._matrices[whole] = pack_q8_0(torch.cat(blocks))
+
+    def finished(self) -> SpineWeights:
+        assert not self._raw, f"parts without the rest: {sorted(self._raw)}"
+        weights = self._weights
+        for name in [name for name in weights._tensors if name.endswith("ssm_conv1d_q.weight")]:
+            block = name.removesuffix("ssm_conv1d_q.weight")
+            parts = [weights._tensors[f"{block}ssm_conv1d_{part}.weight"].squeeze(1) for part in "qkv"]
+            weights._tensors[f"{block}ssm_conv1d"] = torch.cat(parts)
+        return weights
 
 
 def load_spine(prepared: Prepared, device: torch.device) -> SpineWeights:
@@ -74,7 +159,7 @@ def load_spine(prepared: Prepared, device: torch.device) -> SpineWeights:
     header, mode, state = _read_header(prepared), probe_directory(path.parent), xxhash.xxh3_128()
     for block in file_blocks(path, 0, header.data_offset, mode):
         state.update(block)
-    tensors: dict[str, Tensor | _Quantised] = {}
+    builder = SpineBuilder(prepared.geometry, device)
     places = sorted(header.tensors.values(), key=lambda t: t.offset)
     ends = [*(t.offset for t in places[1:]), facts.n_bytes]
     for place, end in zip(places, ends, strict=True):
@@ -84,10 +169,10 @@ def load_spine(prepared: Prepared, device: torch.device) -> SpineWeights:
             state.update(block)
             raw[at : at + len(block)] = torch.frombuffer(block, dtype=torch.uint8)
             at += len(block)
-        tensors[place.name] = _on_device(raw[: place.n_bytes], place, device)
+        _add(builder, raw[: place.n_bytes].to(device), place)
     if state.hexdigest() != facts.xxh3_128:
         raise DamagedDataError(f"{path}: xxh3-128 {state.hexdigest()} differs from the manifest's {facts.xxh3_128}; {CURE}")
-    return SpineWeights(device, tensors)
+    return builder.finished()
 
 
 def _read_header(prepared: Prepared) -> GgufHeader:
@@ -107,13 +192,11 @@ def _has_type(found: GgufTensor, expected: SpineTensor) -> bool:
     return found.type in _FLOAT_TYPES if expected.storage == "shipped" else found.type == expected.storage
 
 
-def _on_device(raw: Tensor, place: GgufTensor, device: torch.device) -> Tensor | _Quantised:
-    raw = raw.to(device)
+def _add(builder: SpineBuilder, raw: Tensor, place: GgufTensor) -> None:
     if place.type in _FLOAT_TYPES:
-        return raw.view(_FLOAT_TYPES[place.type]).view(place.shape).clone()
-    blocks = raw.view(place.shape[0], -1, BLOCK_BYTES)
-    scales = blocks[..., :2].contiguous().view(torch.float16).squeeze(-1)
-    return _Quantised(blocks[..., 2:].contiguous().view(torch.int8).flatten(1), scales)
+        builder.add_float(place.name, raw.view(_FLOAT_TYPES[place.type]).view(place.shape).clone())
+    else:
+        builder.add_blocks(place.name, raw.view(place.shape[0], -1))
 
 
 def _check_header(prepared: Prepared, header: GgufHeader) -> None:

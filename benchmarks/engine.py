@@ -1,0 +1,194 @@
+"""Run the engine at a full geometry without its weights, and set every figure beside what its parts reach alone in the same process.
+
+usage: python benchmarks/engine.py OUT.json DIRECTORY [--geometry k3.1] [--files N] [--tokens N] [--only NAME,...]
+
+DIRECTORY should be backed by RAM (/dev/shm/...): directories below it stand for drives. Needs a GPU with room for the spine and 52 GB of experts.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from layout.makespan import Servers, makespan
+from manifests.geometry import load_geometry
+from runtime.cli import SWITCH_INTERVAL_S
+from runtime.rig import Rig, Run, Setting
+from runtime.synthetic import EmulatedDrive
+
+GB = 1e9
+# The cards and pools of the comparison: 27.5 GB in VRAM, 30 GB in host memory.
+VRAM_BYTES, POOL_BYTES = 27.5 * GB, 30 * GB
+
+
+class Bench:
+    """The rig, what has been measured so far, and the digest that all runs must share."""
+
+    def __init__(self, root: Path, geometry: str, n_files: int, n_tokens: int) -> None:
+        self.directories = [root / name for name in "abc"]
+        started = time.perf_counter()
+        drives = [EmulatedDrive(d, None, 1.0) for d in self.directories]
+        self.rig = Rig(load_geometry(geometry), torch.device("cuda"), drives, n_files)
+        self.n_tokens, self.found = n_tokens, {"geometry": geometry, "setup_s": time.perf_counter() - started}
+        self.found["spine_bytes"] = self.rig.weights.n_bytes
+        self.n_record, g = self.rig.layout.n_bytes, self.rig.geometry
+        self.k, self.n_all = g.n_experts_per_token, len(g.moe_layers) * g.n_experts_per_token
+
+    def drives(self, *shares: float, rates: tuple[float | None, ...] = (None, None, None)) -> tuple[EmulatedDrive, ...]:
+        return tuple(EmulatedDrive(d, r, s) for d, s, r in zip(self.directories, shares, rates, strict=False))
+
+    def run(self, name: str, drives: tuple[EmulatedDrive, ...], device: int, host: int, **more: Any) -> Run:
+        on_step = more.pop("on_step", None)
+        setting = Setting(drives, device, host, **{"routing": "zipf", "n_tokens": self.n_tokens, **more})
+        began = time.perf_counter()
+        run = self.rig.run(setting, on_step=on_step)
+        facts = {**run.facts(), "whole_s": time.perf_counter() - began}
+        facts["step_s"] = [round(s, 5) for s in facts["step_s"]]
+        self.found[name] = facts
+        shown = ("mean_step_s", "tok_per_s", "device_hit_share", "host_hit_share", "wait_drives_s", "wait_device_s", "host_ms_per_layer", "digest")
+        print(name, {key: round(value, 4) if isinstance(value := facts[key], float) else value for key in shown}, flush=True)
+        return run
+
+
+def copy_rate(n_bytes: int = 1 << 32) -> float:
+    """Return what a copy within the device moves, bytes read and written."""
+    source, target = (torch.empty(n_bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+    return 2 * n_bytes / cuda_seconds(lambda: target.copy_(source), 10)
+
+
+def upload_rate(n_bytes: int, n_repeats: int = 100) -> float:
+    """Return what uploads of pinned records reach."""
+    source = torch.empty((8, n_bytes), dtype=torch.uint8).pin_memory()
+    target = torch.empty((8, n_bytes), dtype=torch.uint8, device="cuda")
+    return n_repeats * n_bytes / cuda_seconds(lambda: [target[n % 8].copy_(source[n % 8], non_blocking=True) for n in range(n_repeats)], 1)
+
+
+def cuda_seconds(work: Callable[[], Any], n_repeats: int) -> float:
+    work()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(n_repeats):
+        work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000 / n_repeats
+
+
+def parts(bench: Bench) -> None:
+    """What the parts reach alone."""
+    rate, depth = bench.rig.flat_out(bench.drives(1.0), seconds=1.5)
+    bench.found["parts"] = {
+        "flat_out_bytes_per_s": rate,
+        "flat_out_depth": depth,
+        "copy_bytes_per_s": copy_rate(),
+        "upload_bytes_per_s": upload_rate(bench.n_record),
+        "device_step_s": device_seconds(bench, 1),
+    }
+    print("parts", bench.found["parts"], flush=True)
+
+
+@torch.inference_mode()
+def device_seconds(bench: Bench, n_rows: int) -> float:
+    setting = Setting(bench.drives(1.0), bench.k * n_rows, 64, n_rows=n_rows)
+    store = bench.rig.open_store(bench.rig.model(setting.drives), setting, Run(setting))
+    try:
+        return bench.rig.open_decoder(store, setting, 128).device_seconds(n_rows, 4)
+    finally:
+        store.close()
+
+
+def no_cache(bench: Bench) -> None:
+    run = bench.run("no_cache", bench.drives(1.0), bench.k, 2 * bench.k)
+    bench.found["no_cache"]["storage_efficiency"] = run.counts.read_bytes / run.seconds / bench.found["parts"]["flat_out_bytes_per_s"]
+
+
+def large_cache(bench: Bench) -> None:
+    """27.5 GB in VRAM and 30 GB of host memory, against the slowest part."""
+    run = bench.run("large_cache", bench.drives(1.0), int(VRAM_BYTES / bench.n_record), int(POOL_BYTES / bench.n_record))
+    known, n_steps = bench.found["parts"], len(run.step_s)
+    ideal = max(run.counts.read_bytes / known["flat_out_bytes_per_s"], run.counts.uploaded_bytes / known["upload_bytes_per_s"]) / n_steps
+    ideal += known["device_step_s"]
+    bench.found["large_cache"] |= {"ideal_step_s": ideal, "over_ideal": run.seconds / n_steps / ideal}
+
+
+def all_resident(bench: Bench) -> None:
+    """Thirty-two experts of each layer, all in VRAM."""
+    n_slots = 32 * len(bench.rig.geometry.moe_layers)
+    run = bench.run("all_resident", bench.drives(1.0), n_slots, 64, routing="among:32", n_warm=40)
+    n_bytes = bench.found["spine_bytes"] + bench.n_all * bench.n_record
+    ideal = n_bytes / bench.found["parts"]["copy_bytes_per_s"]
+    bench.found["all_resident"] |= {"ideal_step_s": ideal, "share_of_copy_rate": ideal / (run.seconds / len(run.step_s))}
+
+
+def three_drives(bench: Bench, slow: float = 1.0, name: str = "three_drives") -> None:
+    """Emulated 14, 7 and 3.5 GB/s, A and B full, C half; `slow` is what the first one reaches of its profile."""
+    rates = (14 * GB, 7 * GB, 3.5 * GB)
+    drives = bench.drives(1.0, 1.0, 0.5, rates=rates)
+    drives = (drives[0]._replace(bytes_per_s=rates[0] * slow, profile_bytes_per_s=rates[0]), *drives[1:])
+    run = bench.run(name, drives, bench.k, 4 * bench.k)
+    holds = [drive.holds for drive in bench.rig.model(drives).manifest.drives]
+    servers = Servers(tuple(d.bytes_per_s or 0.0 for d in drives), (0, 1, 2))
+    masks = servers.masks(holds)
+    layers = [facts for facts in run.layers if len(facts.missing) == bench.k]
+    drawn = np.array([masks[facts.layer, facts.missing] for facts in layers])
+    bound = makespan(servers, drawn, record_bytes=bench.n_record).seconds
+    waits = np.array([facts.seconds for facts in layers])
+    bench.found[name] |= {"mean_layer_s": waits.mean(), "bound_layer_s": bound.mean(), "over_bound": waits.mean() / bound.mean()}
+    print(name, bench.found[name]["over_bound"], flush=True)
+
+
+def slow_drive(bench: Bench) -> None:
+    three_drives(bench, slow=0.6, name="slow_drive")
+
+
+def same_bits(bench: Bench) -> None:
+    """Every configuration of one routing must give the same logits."""
+    small, large = bench.k, int(VRAM_BYTES / bench.n_record)
+    bench.run("two_directories", bench.drives(0.6, 0.6), large // 4, 400)
+    bench.run("three_directories", bench.drives(0.6, 0.6, 0.5), small, 2 * small)
+    bench.run("prefetch_1", bench.drives(1.0), small, 4 * small, n_prefetch=1)
+    bench.run("prefetch_2", bench.drives(1.0), small, 4 * small, n_prefetch=2)
+    bench.run("throttled_to_a_tenth", bench.drives(1.0, 1.0, rates=(None, 4 * GB)), large // 4, 400)
+
+    def lose_second(step: int, _: Run) -> None:
+        if step == 5:
+            for path in bench.directories[1].iterdir():
+                path.unlink()
+
+    bench.run("directory_fails", bench.drives(1.0, 1.0), small, 4 * small, on_step=lose_second)
+    digests = {name: facts["digest"] for name, facts in bench.found.items() if isinstance(facts, dict) and facts.get("routing") == "zipf"}
+    bench.found["same_bits"] = {"is_equal": len(set(digests.values())) == 1, "digests": digests}
+    print("same bits:", bench.found["same_bits"]["is_equal"], flush=True)
+
+
+STAGES = (parts, no_cache, large_cache, all_resident, three_drives, slow_drive, same_bits)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--geometry", default="k3.1")
+    parser.add_argument("--files", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--only", default=",".join(stage.__name__ for stage in STAGES))
+    asked = parser.parse_args()
+    # As in krun.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    bench = Bench(asked.directory, asked.geometry, asked.files, asked.tokens)
+    bench.found |= {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
+    print({k: v for k, v in bench.found.items()}, flush=True)
+    for stage in STAGES:
+        if stage.__name__ in asked.only.split(","):
+            stage(bench)
+            asked.out.write_text(json.dumps(bench.found, indent=1, default=float))
+
+
+if __name__ == "__main__":
+    main()

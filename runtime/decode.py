@@ -1,0 +1,338 @@
+"""Decode: 1 to 16 tokens of one text at a time, on buffers of fixed place, with the experts that are on the device computed at once.
+
+The same mathematics as model.py, written for speed: weights that take the same input are one product, small operations are fused, and each
+layer is two pieces of work that a GPU replays as graphs. Between them the host learns which experts were chosen and brings those that are
+missing; meanwhile the device is busy with the ones that it has. A row's bits do not depend on how many rows there are.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from layout.record import RecordLayout
+from manifests.geometry import Geometry
+from runtime.kernels.expert import run_experts
+from runtime.kernels.groups import Groups, group_resident, groups_of
+from runtime.kernels.kda import kda_decode_
+from runtime.kernels.mla import mla_decode_
+from runtime.kernels.norms import rms_norm, rms_norm_gated
+from runtime.kernels.residual import mix_and_norm
+from runtime.kernels.router import combine_and_norm, route
+from runtime.kernels.rows import TILE_ROWS
+from runtime.kernels.situ import situ_halves
+from runtime.segments import Moment, Segment
+from runtime.state import FixedState, KdaState, MlaState, State
+from runtime.weights import SpineWeights
+
+
+class DeviceRecords(Protocol):
+    """Records in slots on the device."""
+
+    def address(self, slot: int) -> int:
+        """Return where a slot lies on the device; its record begins there."""
+        ...
+
+    def addresses(self, layer: int) -> np.ndarray:
+        """Return where each of a layer's experts lies on the device now, int64 [n_experts]; 0 where it does not."""
+        ...
+
+    def fetch_groups(self, layer: int, experts: Sequence[int]) -> Iterable[list[tuple[int, int]]]:
+        """Yield every expert once, as (expert, slot), in groups as they arrive; a group stays where it is until the next is asked for."""
+        ...
+
+    def prefetch(self, layer: int, experts: Sequence[int]) -> None:
+        """Read experts in the time that drives have to spare."""
+        ...
+
+
+class LayerFacts(NamedTuple):
+    """What one layer of one step needed: the experts chosen, int64 [rows, k], those that the device lacked, and the seconds until they were there."""
+
+    layer: int
+    chosen: np.ndarray
+    missing: list[int]
+    seconds: float
+
+
+class Decoder:
+    """Decodes one text."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        weights: SpineWeights,
+        layout: RecordLayout,
+        records: DeviceRecords,
+        *,
+        context: int,
+        n_prefetch: int = 0,
+        routing: Tensor | None = None,
+    ) -> None:
+        """Make the buffers.
+
+        n_prefetch  experts of each layer to guess and read while the device attends
+        routing     int64 [context, MoE layers, k], on the device: experts to use instead of the router's choice, by position
+        """
+        self.geometry, self.weights, self.layout, self.records = geometry, weights, layout, records
+        self.device, self.routing = weights.device, routing
+        self.state = FixedState.empty(geometry, context, self.device)
+        shape, is_cuda = (geometry.n_layers, geometry.n_experts), self.device.type == "cuda"
+        # Where each expert lies, as the device knows it. The host's rows are pinned, so that a copy does not wait.
+        self.known = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        self._known_host = torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda)
+        self._blocks: dict[int, _Block] = {}
+        self._pool = torch.cuda.graph_pool_handle() if is_cuda else None
+        self._stream = torch.cuda.Stream(self.device) if is_cuda else None
+        self._n_prefetch, self._former = n_prefetch, dict[int, list[int]]()
+        self.wait_device_s = 0.0
+        self.on_layer: Callable[[LayerFacts], None] | None = None
+
+    def begin(self, state: State) -> None:
+        """Go on from a state of one text."""
+        self.state.load(state)
+
+    def capture(self, n_rows: int) -> "_Block":
+        """Return the buffers and work of n_rows rows, made at the first call: on CUDA that takes about a second."""
+        if n_rows not in self._blocks:
+            # Capturing runs the work: the text's state is put aside.
+            saved = self.state.copied()
+            block = _Block(self, n_rows)
+            for segment in block.segments():
+                segment.capture(self._pool, self._stream)
+            self._blocks[n_rows] = block
+            self.state.load(saved)
+        return self._blocks[n_rows]
+
+    def step(self, ids: Sequence[int]) -> Tensor:
+        """Run the next tokens of the text; return their logits, float32 [tokens, vocabulary], valid until the next step.
+
+        Raises DamagedDataError if an expert cannot be had from any copy.
+        """
+        assert 1 <= len(ids) <= TILE_ROWS
+        block, first = self.capture(len(ids)), self.geometry.n_dense_layers
+        block.begin(ids)
+        for layer in self.geometry.moe_layers:
+            sent = self._send_known(layer)
+            block.choose[layer - first].run()
+            block.was_chosen.mark()
+            block.share[layer - first].run()
+            if self._n_prefetch:
+                self._guess(layer, sent)
+            start = time.perf_counter()
+            block.was_chosen.wait()
+            self.wait_device_s += time.perf_counter() - start
+            self._bring(block, layer, sent)
+        block.finish.run()
+        self.state.set_n_tokens(self.state.n_tokens + len(ids))
+        return block.logits[0]
+
+    def device_seconds(self, n_rows: int, n_repeats: int) -> float:
+        """Return the seconds of a step in which the device never waits for the host: every expert is at hand, and nothing is fetched.
+
+        The state and the results are spoilt. CUDA only.
+        """
+        block, first = self.capture(n_rows), self.geometry.n_dense_layers
+        self.known.fill_(self.records.address(0))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(n_repeats):
+            for layer in self.geometry.moe_layers:
+                block.choose[layer - first].run()
+                block.share[layer - first].run()
+            block.finish.run()
+        end.record()
+        end.synchronize()
+        self._known_host.zero_()
+        self.known.zero_()
+        return begin.elapsed_time(end) / 1000 / n_repeats
+
+    def _send_known(self, layer: int) -> np.ndarray:
+        """Tell the device which of a layer's experts it has; return that."""
+        host, addresses = self._known_host[layer].numpy(), self.records.addresses(layer)
+        if not np.array_equal(addresses, host):
+            host[:] = addresses
+            self.known[layer].copy_(self._known_host[layer], non_blocking=True)
+        return host
+
+    def _guess(self, layer: int, sent: np.ndarray) -> None:
+        """Have experts read that the former step used in this layer and the device has not: a quarter of them is used again."""
+        guesses = [expert for expert in self._former.get(layer, ()) if not sent[expert]]
+        self.records.prefetch(layer, guesses[: self._n_prefetch])
+
+    def _bring(self, block: "_Block", layer: int, sent: np.ndarray) -> None:
+        """Have the chosen experts computed that the device did not have when the layer began."""
+        chosen = block.chosen_host[layer - self.geometry.n_dense_layers].numpy()[0]
+        start, n_staged = time.perf_counter(), 0
+        experts = chosen[0].tolist() if len(chosen) == 1 else np.unique(chosen).tolist()
+        for group in self.records.fetch_groups(layer, experts):
+            missing = [(expert, slot) for expert, slot in group if not sent[expert]]
+            if missing:
+                block.run_missing(layer, chosen, missing, n_staged)
+                n_staged += len(missing)
+        self._former[layer] = experts
+        if self.on_layer is not None:
+            self.on_layer(LayerFacts(layer, chosen.copy(), [e for e in experts if not sent[e]], time.perf_counter() - start))
+
+
+class _Block:
+    """The buffers and the work of one number of rows; tensors are [1, rows, ...]."""
+
+    def __init__(self, decoder: Decoder, n_rows: int) -> None:
+        g, device = decoder.geometry, decoder.device
+        self._g, self._weights, self._layout, self._records = g, decoder.weights, decoder.layout, decoder.records
+        self._state, self._known, self._routing = decoder.state, decoder.known, decoder.routing
+        k, n_pairs, n_moe, is_cuda = g.n_experts_per_token, n_rows * g.n_experts_per_token, len(g.moe_layers), device.type == "cuda"
+
+        def floats(*shape: int) -> Tensor:
+            return torch.zeros(1, *shape, device=device)
+
+        self.ids = torch.zeros(1, n_rows, dtype=torch.int64, device=device)
+        self.h, self.x = floats(n_rows, g.hidden_size), floats(n_rows, g.hidden_size)
+        self.bank = torch.zeros(-(-g.n_layers // g.residual_block_size), 1, n_rows, g.hidden_size, device=device)
+        self.experts = torch.zeros(1, n_rows, k, dtype=torch.int64, device=device)
+        self.shares = floats(n_rows, k)
+        self.z, self.shared = floats(n_rows, g.latent_size), floats(n_rows, g.hidden_size)
+        self.outputs = floats(n_rows, k, g.latent_size)
+        self.hidden = torch.zeros(n_pairs, TILE_ROWS, g.expert_intermediate_size, device=device)
+        self.logits = floats(n_rows, g.vocab_size)
+        self.resident = Groups.empty(n_pairs, device)
+        self._offsets = torch.arange(n_rows, device=device)
+        # One row per layer: none is written again before the device is done with it.
+        self._ids_host = torch.zeros(1, n_rows, dtype=torch.int64, pin_memory=is_cuda)
+        self.chosen_host = torch.zeros(n_moe, 1, n_rows, k, dtype=torch.int64, pin_memory=is_cuda)
+        host = torch.device("cpu")
+        self._staged = [(Groups.empty(n_pairs, host, is_pinned=is_cuda), Groups.empty(n_pairs, device)) for _ in range(n_moe)]
+        self.was_chosen = Moment(device)
+        self.choose = [Segment(partial(self._choose, layer), device) for layer in g.moe_layers]
+        self.share = [Segment(partial(self._share, layer), device) for layer in g.moe_layers]
+        self.finish = Segment(self._finish, device)
+
+    def segments(self) -> list[Segment]:
+        pairs = zip(self.choose, self.share, strict=True)
+        return [*(segment for pair in pairs for segment in pair), self.finish]
+
+    def begin(self, ids: Sequence[int]) -> None:
+        self._ids_host[0] = torch.tensor(ids)
+        self.ids.copy_(self._ids_host, non_blocking=True)
+
+    def run_missing(self, layer: int, chosen: np.ndarray, missing: list[tuple[int, int]], n_staged: int) -> None:
+        """Compute experts that have arrived, for the rows that chose them; n_staged of the layer's came before."""
+        part = slice(n_staged, n_staged + len(missing))
+        host, device = (groups.part(part) for groups in self._staged[layer - self._g.n_dense_layers])
+        addresses = [self._records.address(slot) for _, slot in missing]
+        groups_of(chosen, [expert for expert, _ in missing], addresses, out=host)
+        for target, source in zip(device, host, strict=True):
+            target.copy_(source, non_blocking=True)
+        self._run_experts(device)
+
+    def _run_experts(self, groups: Groups) -> None:
+        g = self._g
+        run_experts(
+            self.z[0], *groups, self._layout, situ_beta=g.situ_beta, situ_linear_beta=g.situ_linear_beta,
+            hidden=self.hidden, outputs=self.outputs[0].flatten(0, 1),
+        )  # fmt: skip
+
+    def _choose(self, layer: int) -> None:
+        """Finish the layer before, attend, and choose this layer's experts; what lies between the embedding and the first choice too."""
+        if layer == self._g.n_dense_layers:
+            self.h.copy_(self._weights.rows("token_embd.weight", self.ids))
+            for dense in range(layer):
+                x = self._attend(dense)
+                self.h.add_(self._situ_mlp(dense, self._product(dense, "ffn_in", x), "ffn_down"))
+        else:
+            self._combine(layer - 1)
+        self.x.copy_(self._attend(layer))
+        self._route(layer)
+        self.chosen_host[layer - self._g.n_dense_layers].copy_(self.experts, non_blocking=True)
+
+    def _share(self, layer: int) -> None:
+        """Compute what every token of the layer needs, and the chosen experts that are on the device."""
+        y = self._product(layer, "ffn_in", self.x)
+        self.z.copy_(y[..., : self._g.latent_size])
+        self.shared.copy_(self._situ_mlp(layer, y[..., self._g.latent_size :], "ffn_down_shexp"))
+        group_resident(self.experts[0], self._known[layer], self.resident)
+        self._run_experts(self.resident)
+
+    def _combine(self, layer: int) -> None:
+        gain = self._vector(layer, "ffn_routed_norm.weight")
+        y = combine_and_norm(self.outputs, self.shares, gain, eps=self._g.rms_norm_eps, is_tiled=True)
+        self.h.add_(self._product(layer, "ffn_routed_up", y) + self.shared)
+
+    def _finish(self) -> None:
+        self._combine(self._g.n_layers - 1)
+        score, gain = (self._weights.vector(f"output_{name}.weight") for name in ("res_score", "norm"))
+        _, x = mix_and_norm(self.bank, self.h, score, gain, eps=self._g.rms_norm_eps, is_tiled=True)
+        self.logits.copy_(self._weights.product("output.weight", x))
+
+    def _attend(self, layer: int) -> Tensor:
+        """Add the layer's attention to the running sum; return the normalised input of its feed-forward block."""
+        g = self._g
+        n_done = -(-layer // g.residual_block_size)
+        gain = self._vector(layer, "attn_norm.weight")
+        if n_done:
+            _, x = self._mix(layer, "attn_res_score.weight", n_done, gain)
+        else:
+            x = rms_norm(self.h, gain, eps=g.rms_norm_eps, is_tiled=True)
+        attended = self._mla(layer, x) if g.is_full_attention(layer) else self._kda(layer, x)
+        if layer % g.residual_block_size == 0:
+            # The sum of the outputs since the residual block began goes to the bank, and begins anew.
+            self.bank[n_done].copy_(self.h)
+            self.h.copy_(attended)
+            n_done += 1
+        else:
+            self.h.add_(attended)
+        return self._mix(layer, "ffn_res_score.weight", n_done, self._vector(layer, "ffn_norm.weight"))[1]
+
+    def _mix(self, layer: int, score: str, n_done: int, gain: Tensor) -> tuple[Tensor, Tensor]:
+        return mix_and_norm(self.bank[:n_done], self.h, self._vector(layer, score), gain, eps=self._g.rms_norm_eps, is_tiled=True)
+
+    def _kda(self, layer: int, x: Tensor) -> Tensor:
+        g, size, state = self._g, self._g.kda_size, self._state.layers[layer]
+        assert isinstance(state, KdaState)
+        u, gate, low, beta = self._product(layer, "attn_in", x).split([3 * size, size, g.kda_head_dim, g.kda_n_heads], dim=-1)
+        o = kda_decode_(
+            u, self._product(layer, "ssm_f_b", low), beta, state.conv, state.memory,
+            kernel=self._vector(layer, "ssm_conv1d"), dt_bias=self._vector(layer, "ssm_dt.bias"), a_log=self._vector(layer, "ssm_a"),
+            lower_bound=g.kda_gate_lower_bound,
+        )  # fmt: skip
+        gate = gate.unflatten(-1, (g.kda_n_heads, -1))
+        o = rms_norm_gated(o, self._vector(layer, "ssm_norm.weight"), gate, eps=g.rms_norm_eps, is_tiled=True)
+        return self._product(layer, "attn_output", o.flatten(-2))
+
+    def _mla(self, layer: int, x: Tensor) -> Tensor:
+        g, state = self._g, self._state.layers[layer]
+        assert isinstance(state, MlaState)
+        sizes = [g.q_lora_rank, g.kv_lora_rank + g.qk_rope_head_dim, g.n_heads * g.v_head_dim]
+        low, kv, gate = self._product(layer, "attn_in", x).split(sizes, dim=-1)
+        q = rms_norm(low, self._vector(layer, "attn_q_a_norm.weight"), eps=g.lora_norm_eps, is_tiled=True)
+        o = mla_decode_(
+            self._product(layer, "attn_q_b", q)[0].unflatten(-1, (g.n_heads, -1)), kv[0], state.latent[0], state.k_rot[0], self._state.n_past,
+            kv_b=self._weights.by_head(f"blk.{layer}.attn_kv_b.weight", g.n_heads), gain=self._vector(layer, "attn_kv_a_norm.weight"),
+            eps=g.lora_norm_eps, gate=gate[0].unflatten(-1, (g.n_heads, -1)),
+        )  # fmt: skip
+        return self._product(layer, "attn_output", o.flatten(-2).unsqueeze(0))
+
+    def _route(self, layer: int) -> None:
+        g = self._g
+        logits = self._product(layer, "ffn_gate_inp", self.x)
+        ids, weights = route(logits, self._vector(layer, "exp_probs_b.bias"), g.n_experts_per_token, scaling=g.routed_scaling_factor, is_tiled=True)
+        if self._routing is not None:
+            positions = self._state.n_past + self._offsets
+            ids = self._routing[:, layer - g.n_dense_layers].index_select(0, positions).unsqueeze(0)
+        self.experts.copy_(ids)
+        self.shares.copy_(weights)
+
+    def _situ_mlp(self, layer: int, gate_up: Tensor, down: str) -> Tensor:
+        y = situ_halves(gate_up, beta=self._g.situ_beta, linear_beta=self._g.situ_linear_beta)
+        return self._product(layer, down, y)
+
+    def _product(self, layer: int, name: str, x: Tensor) -> Tensor:
+        return self._weights.product(f"blk.{layer}.{name}.weight", x)
+
+    def _vector(self, layer: int, name: str) -> Tensor:
+        return self._weights.vector(f"blk.{layer}.{name}")

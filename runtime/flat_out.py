@@ -1,0 +1,74 @@
+"""What the reader reaches when nothing else has to be done: the measure of storage efficiency."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from layout.direct import Extent, ReadMode, aligned_buffer, span_bytes
+from layout.reader import Reader, ReadRequest
+
+DEPTHS = (1, 2, 4, 8, 16, 32)
+
+
+class Source(NamedTuple):
+    """Records of one drive that may be read, all of one size."""
+
+    mode: ReadMode
+    depth: int
+    choose: Callable[[np.random.Generator], Extent]
+
+
+def flat_out_bytes_per_s(
+    sources: Sequence[Source],
+    *,
+    seconds: float,
+    buffers: Iterator[memoryview] | None = None,
+    on_read: Callable[[memoryview], None] | None = None,
+) -> float:
+    """Read records at random from all sources at once, each at its depth, for a time; return bytes per second.
+
+    buffers  to read into, one more than the depth for each source; None to make them
+    on_read  is given each record before its buffer is used again: what is to run beside the reads
+    """
+    rng, n_read = np.random.default_rng(0), 0
+    with Reader([s.mode for s in sources], [s.depth for s in sources]) as reader:
+
+        def submit(number: int, buffer: memoryview) -> None:
+            reader.submit(ReadRequest(None, number, sources[number].choose(rng), buffer))
+
+        begun, n_in_flight = time.perf_counter(), 0
+        for number, source in enumerate(sources):
+            # One more than are read, so that none of the readers waits for this thread.
+            for _ in range(source.depth + 1):
+                made = aligned_buffer(span_bytes(source.choose(rng).n_bytes, source.mode.alignment)) if buffers is None else next(buffers)
+                submit(number, made)
+                n_in_flight += 1
+        while n_in_flight:
+            done = reader.wait()
+            n_in_flight -= 1
+            if done.payload is not None:
+                n_read += len(done.payload)
+                if on_read is not None:
+                    on_read(done.payload)
+            if time.perf_counter() - begun < seconds:
+                submit(done.request.drive, done.request.buffer)
+                n_in_flight += 1
+        return n_read / (time.perf_counter() - begun)
+
+
+def best_flat_out(
+    sources: Sequence[Source],
+    *,
+    seconds: float,
+    buffers: Sequence[memoryview] | None = None,
+    on_read: Callable[[memoryview], None] | None = None,
+) -> tuple[float, int]:
+    """Return the best bytes per second over all depths, the same for every source, and the depth that gave it. Arguments as above."""
+    rates = {}
+    for depth in DEPTHS:
+        at_depth = [source._replace(depth=depth) for source in sources]
+        rates[depth] = flat_out_bytes_per_s(at_depth, seconds=seconds, buffers=None if buffers is None else iter(buffers), on_read=on_read)
+    best = max(rates, key=lambda depth: rates[depth])
+    return rates[best], best

@@ -1,0 +1,180 @@
+"""Runs of a model without its weights: what a configuration makes of bytes and time, beside what its parts reach alone in the same process.
+
+The spine is made once and serves many configurations, so that their logits can be compared bit by bit.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from layout.direct import PAGE, Extent, probe_directory, round_up
+from layout.prepared import Copies
+from layout.record import record_layout
+from manifests.geometry import Geometry
+from runtime.arena import Arena, CudaRegistrar
+from runtime.decode import Decoder, LayerFacts
+from runtime.flat_out import DEPTHS, Source, best_flat_out
+from runtime.kernels.rows import forbid_tf32
+from runtime.routing import make_routing
+from runtime.stats import ExpertCounts, new_counts
+from runtime.store import Phase, Store
+from runtime.synthetic import EmulatedDrive, SyntheticModel, emulated_servers, make_records, random_spine, synthetic_model
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One configuration. `n_warm` tokens run before the counted ones."""
+
+    drives: tuple[EmulatedDrive, ...]
+    n_device_slots: int
+    n_host_slots: int
+    routing: str = "uniform"
+    n_tokens: int = 32
+    n_warm: int = 2
+    n_rows: int = 1
+    n_prefetch: int = 0
+    verify_every: int = 0
+    seed: int = 0
+
+
+@dataclass
+class Run:
+    """What a run did. Seconds of each step, a digest of each step's logits, and of each layer what it lacked and how long that took."""
+
+    setting: Setting
+    step_s: list[float] = field(default_factory=list)
+    digests: list[str] = field(default_factory=list)
+    layers: list[LayerFacts] = field(default_factory=list)
+    counts: ExpertCounts = field(default_factory=lambda: new_counts(0))
+    wait_device_s: float = 0.0
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.step_s)
+
+    @property
+    def digest(self) -> str:
+        return xxhash.xxh3_128_hexdigest("".join(self.digests).encode())
+
+    def facts(self) -> dict[str, Any]:
+        """Return the run as plain values."""
+        counts, n_steps = self.counts, len(self.step_s)
+        n_asked = counts.n_device_hits + counts.n_host_hits + counts.n_records
+        host_s = self.seconds - counts.wait_s - self.wait_device_s
+        return {
+            "routing": self.setting.routing,
+            "device_slots": self.setting.n_device_slots,
+            "host_slots": self.setting.n_host_slots,
+            "drives": [str(d.directory) for d in self.setting.drives],
+            "n_steps": n_steps,
+            "rows_per_step": self.setting.n_rows,
+            "step_s": self.step_s,
+            "mean_step_s": self.seconds / n_steps,
+            "tok_per_s": n_steps * self.setting.n_rows / self.seconds,
+            "read_bytes": counts.read_bytes,
+            "read_bytes_per_s": counts.read_bytes / self.seconds,
+            "uploaded_bytes": counts.uploaded_bytes,
+            "device_hit_share": counts.n_device_hits / n_asked,
+            "host_hit_share": counts.n_host_hits / n_asked,
+            "wait_drives_s": counts.wait_s,
+            "wait_device_s": self.wait_device_s,
+            "store_host_s": counts.host_s,
+            "prefetches": [counts.n_prefetch_issued, counts.n_prefetch_used, counts.n_prefetch_cancelled],
+            "host_ms_per_layer": 1e3 * host_s / max(1, counts.n_layers),
+            "digest": self.digest,
+            "remarks": self.remarks,
+        }
+
+
+class Rig:
+    """A geometry with a random spine on a device, and record files in directories."""
+
+    def __init__(self, geometry: Geometry, device: torch.device, drives: Sequence[EmulatedDrive], n_files: int, *, seed: int = 0) -> None:
+        forbid_tf32()
+        self.geometry, self.device, self._n_files, self._seed = geometry, device, n_files, seed
+        self.layout = record_layout(geometry)
+        self._hashes = make_records(self.layout, [d.directory for d in drives], n_files, seed=seed)
+        self.weights = random_spine(geometry, device, seed=seed)
+
+    def model(self, drives: Sequence[EmulatedDrive]) -> SyntheticModel:
+        return synthetic_model(self.geometry, drives, self._n_files, self._hashes, seed=self._seed)
+
+    @torch.inference_mode()
+    def run(self, setting: Setting, *, on_step: Callable[[int, "Run"], None] | None = None) -> Run:
+        """Run a configuration from an empty text. Raises DamagedDataError if an expert cannot be read."""
+        model, run = self.model(setting.drives), Run(setting)
+        n_steps = setting.n_warm + setting.n_tokens
+        with closing(self.open_store(model, setting, run)) as store:
+            decoder = self.open_decoder(store, setting, n_steps)
+            decoder.capture(setting.n_rows)
+            decoder.state.reset()
+            store.phase = Phase.DECODE
+            for step in range(n_steps):
+                if step == setting.n_warm:
+                    run.counts = store.counts = new_counts(len(setting.drives))
+                    decoder.wait_device_s, decoder.on_layer = 0.0, run.layers.append
+                self._step(decoder, setting, run, step)
+                if on_step is not None:
+                    on_step(step, run)
+            run.wait_device_s = decoder.wait_device_s
+            return run
+
+    def open_store(self, model: SyntheticModel, setting: Setting, run: Run) -> Store:
+        return Store(
+            model,
+            Copies(tuple(drive.holds for drive in model.manifest.drives), []),
+            device=self.device,
+            n_device_slots=setting.n_device_slots,
+            n_host_slots=setting.n_host_slots,
+            verify_every=setting.verify_every,
+            counts=new_counts(len(setting.drives)),
+            on_remark=run.remarks.append,
+            servers=emulated_servers(setting.drives),
+            limits=[drive.bytes_per_s for drive in setting.drives],
+        )
+
+    def open_decoder(self, store: Store, setting: Setting, n_steps: int) -> Decoder:
+        n_positions = n_steps * setting.n_rows
+        routing = torch.from_numpy(make_routing(setting.routing, self.geometry, n_positions, seed=setting.seed)).to(self.device)
+        return Decoder(self.geometry, self.weights, self.layout, store, context=n_positions, n_prefetch=setting.n_prefetch, routing=routing)
+
+    def _step(self, decoder: Decoder, setting: Setting, run: Run, step: int) -> None:
+        start = time.perf_counter()
+        ids = [(step * setting.n_rows + row) * 7919 % self.geometry.vocab_size for row in range(setting.n_rows)]
+        logits = decoder.step(ids).cpu()
+        if step >= setting.n_warm:
+            run.step_s.append(time.perf_counter() - start)
+        run.digests.append(xxhash.xxh3_128_hexdigest(logits.numpy().tobytes()))
+
+    def flat_out(self, drives: Sequence[EmulatedDrive], *, seconds: float) -> tuple[float, int]:
+        """Return bytes/s that the reader reaches on these directories' files at its best depth, uploading all that it reads, and that depth."""
+        model = self.model(drives)
+        shape = (self.geometry.n_layers, self.geometry.n_experts)
+
+        def chooser(drive: int) -> Callable[[np.random.Generator], Extent]:
+            return lambda rng: model.expert_extent(drive, int(rng.integers(shape[0])), int(rng.integers(shape[1])))
+
+        sources = [Source(probe_directory(drive.directory), 1, chooser(n)) for n, drive in enumerate(drives)]
+        step = max(PAGE, *(source.mode.alignment for source in sources))
+        registrar = CudaRegistrar(self.device) if self.device.type == "cuda" else None
+        arena = Arena(len(drives) * (DEPTHS[-1] + 1), round_up(self.layout.n_bytes, step), registrar=registrar, on_remark=lambda remark: None)
+        target = torch.empty(self.layout.n_bytes, dtype=torch.uint8, device=self.device)
+        try:
+            buffers = [arena.slot(n) for n in range(arena.n_slots)]
+            return best_flat_out(sources, seconds=seconds, buffers=buffers, on_read=lambda record: _upload(target, record))
+        finally:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            arena.close()
+
+
+def _upload(target: Tensor, record: memoryview) -> None:
+    target.copy_(torch.frombuffer(record, dtype=torch.uint8), non_blocking=True)
