@@ -16,8 +16,9 @@ import pytest
 from conftest import DATA, command, succeed
 
 from layout.direct import Extent, ReadMode, aligned_buffer, probe_directory, read_extent, span_bytes
+from layout.findings import Finding, finding_line
 from manifests.errors import listed
-from prep.doctor import Finding, examine, finding_line
+from prep.doctor import examine
 
 # mkfs.xfs makes nothing smaller than 300 MiB; the images are sparse.
 N_IMAGE = 320 << 20
