@@ -21,7 +21,7 @@ from runtime.kernels.groups import Groups, group_resident, groups_of
 from runtime.kernels.kda import kda_decode_
 from runtime.kernels.mla import mla_decode_
 from runtime.kernels.norms import rms_norm, rms_norm_gated
-from runtime.kernels.residual import mix_and_norm
+from runtime.kernels.residual import add_mix_and_norm_, mix_and_norm
 from runtime.kernels.router import combine_and_norm, route
 from runtime.kernels.rows import TILE_ROWS
 from runtime.kernels.situ import situ_halves
@@ -192,15 +192,14 @@ class _Block:
             return torch.zeros(1, *shape, device=device)
 
         self.ids = torch.zeros(1, n_rows, dtype=torch.int64, device=device)
-        self.h, self.x = floats(n_rows, g.hidden_size), floats(n_rows, g.hidden_size)
+        self.h = floats(n_rows, g.hidden_size)
         self.bank = torch.zeros(-(-g.n_layers // g.residual_block_size), 1, n_rows, g.hidden_size, device=device)
-        self.experts = torch.zeros(1, n_rows, k, dtype=torch.int64, device=device)
-        self.shares = floats(n_rows, k)
-        self.z, self.shared = floats(n_rows, g.latent_size), floats(n_rows, g.hidden_size)
         self.outputs = floats(n_rows, k, g.latent_size)
         self.hidden = torch.zeros(n_pairs, TILE_ROWS, g.expert_intermediate_size, device=device)
-        self.logits = floats(n_rows, g.vocab_size)
         self.resident = Groups.empty(n_pairs, device)
+        # What one piece of work leaves for the next, by layer; a graph's results lie where they lay at its capture.
+        self.x, self.experts, self.shares, self.z, self.shared = (dict[int, Tensor]() for _ in range(5))
+        self.logits = floats(n_rows, g.vocab_size)
         self._offsets = torch.arange(n_rows, device=device)
         # One row per layer: none is written again before the device is done with it.
         self._ids_host = torch.zeros(1, n_rows, dtype=torch.int64, pin_memory=is_cuda)
@@ -228,68 +227,72 @@ class _Block:
         groups_of(chosen, [expert for expert, _ in missing], addresses, out=host)
         for target, source in zip(device, host, strict=True):
             target.copy_(source, non_blocking=True)
-        self._run_experts(device)
+        self._run_experts(layer, device)
 
-    def _run_experts(self, groups: Groups) -> None:
+    def _run_experts(self, layer: int, groups: Groups) -> None:
         g = self._g
         run_experts(
-            self.z[0], *groups, self._layout, situ_beta=g.situ_beta, situ_linear_beta=g.situ_linear_beta,
+            self.z[layer][0], *groups, self._layout, situ_beta=g.situ_beta, situ_linear_beta=g.situ_linear_beta,
             hidden=self.hidden, outputs=self.outputs[0].flatten(0, 1),
         )  # fmt: skip
 
     def _choose(self, layer: int) -> None:
         """Finish the layer before, attend, and choose this layer's experts; what lies between the embedding and the first choice too."""
+        addends: tuple[Tensor, ...] = ()
         if layer == self._g.n_dense_layers:
             self.h.copy_(self._weights.rows("token_embd.weight", self.ids))
             for dense in range(layer):
-                x = self._attend(dense)
-                self.h.add_(self._situ_mlp(dense, self._product(dense, "ffn_in", x), "ffn_down"))
+                x = self._attend(dense, addends)
+                addends = (self._situ_mlp(dense, self._product(dense, "ffn_in", x), "ffn_down"),)
         else:
-            self._combine(layer - 1)
-        self.x.copy_(self._attend(layer))
-        self._route(layer)
-        self.chosen_host[layer - self._g.n_dense_layers].copy_(self.experts, non_blocking=True)
+            addends = self._combine(layer - 1)
+        self.x[layer] = self._attend(layer, addends)
+        self.experts[layer], self.shares[layer] = self._route(layer)
+        self.chosen_host[layer - self._g.n_dense_layers].copy_(self.experts[layer], non_blocking=True)
 
     def _share(self, layer: int) -> None:
         """Compute what every token of the layer needs, and the chosen experts that are on the device."""
-        y = self._product(layer, "ffn_in", self.x)
-        self.z.copy_(y[..., : self._g.latent_size])
-        self.shared.copy_(self._situ_mlp(layer, y[..., self._g.latent_size :], "ffn_down_shexp"))
-        group_resident(self.experts[0], self._known[layer], self.resident)
-        self._run_experts(self.resident)
+        y = self._product(layer, "ffn_in", self.x[layer])
+        self.z[layer] = y[..., : self._g.latent_size].contiguous()
+        self.shared[layer] = self._situ_mlp(layer, y[..., self._g.latent_size :], "ffn_down_shexp")
+        group_resident(self.experts[layer][0], self._known[layer], self.resident)
+        self._run_experts(layer, self.resident)
 
-    def _combine(self, layer: int) -> None:
+    def _combine(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return what a layer's routed and shared experts add to the running sum."""
         gain = self._vector(layer, "ffn_routed_norm.weight")
-        y = combine_and_norm(self.outputs, self.shares, gain, eps=self._g.rms_norm_eps, is_tiled=True)
-        self.h.add_(self._product(layer, "ffn_routed_up", y) + self.shared)
+        y = combine_and_norm(self.outputs, self.shares[layer], gain, eps=self._g.rms_norm_eps, is_tiled=True)
+        return self._product(layer, "ffn_routed_up", y), self.shared[layer]
 
     def _finish(self) -> None:
-        self._combine(self._g.n_layers - 1)
         score, gain = (self._weights.vector(f"output_{name}.weight") for name in ("res_score", "norm"))
-        _, x = mix_and_norm(self.bank, self.h, score, gain, eps=self._g.rms_norm_eps, is_tiled=True)
-        self.logits.copy_(self._weights.product("output.weight", x))
+        addends = self._combine(self._g.n_layers - 1)
+        _, x = add_mix_and_norm_(self.bank, self.h, addends, score, gain, eps=self._g.rms_norm_eps)
+        self.logits = self._weights.product("output.weight", x)
 
-    def _attend(self, layer: int) -> Tensor:
-        """Add the layer's attention to the running sum; return the normalised input of its feed-forward block."""
+    def _attend(self, layer: int, addends: tuple[Tensor, ...]) -> Tensor:
+        """Add what the layer before left and the layer's attention to the running sum; return the normalised input of its feed-forward block."""
         g = self._g
-        n_done = -(-layer // g.residual_block_size)
-        gain = self._vector(layer, "attn_norm.weight")
+        n_done, gain = -(-layer // g.residual_block_size), self._vector(layer, "attn_norm.weight")
         if n_done:
-            _, x = self._mix(layer, "attn_res_score.weight", n_done, gain)
+            x = self._mix(layer, "attn_res_score.weight", n_done, gain, addends)
         else:
+            assert not addends
             x = rms_norm(self.h, gain, eps=g.rms_norm_eps, is_tiled=True)
         attended = self._mla(layer, x) if g.is_full_attention(layer) else self._kda(layer, x)
-        if layer % g.residual_block_size == 0:
-            # The sum of the outputs since the residual block began goes to the bank, and begins anew.
-            self.bank[n_done].copy_(self.h)
-            self.h.copy_(attended)
-            n_done += 1
-        else:
-            self.h.add_(attended)
-        return self._mix(layer, "ffn_res_score.weight", n_done, self._vector(layer, "ffn_norm.weight"))[1]
+        gain = self._vector(layer, "ffn_norm.weight")
+        if layer % g.residual_block_size:
+            return self._mix(layer, "ffn_res_score.weight", n_done, gain, (attended,))
+        # The sum of the outputs since the residual block began goes to the bank, and begins anew.
+        self.bank[n_done].copy_(self.h)
+        self.h.copy_(attended)
+        return self._mix(layer, "ffn_res_score.weight", n_done + 1, gain, ())
 
-    def _mix(self, layer: int, score: str, n_done: int, gain: Tensor) -> tuple[Tensor, Tensor]:
-        return mix_and_norm(self.bank[:n_done], self.h, self._vector(layer, score), gain, eps=self._g.rms_norm_eps, is_tiled=True)
+    def _mix(self, layer: int, score: str, n_done: int, gain: Tensor, addends: tuple[Tensor, ...]) -> Tensor:
+        bank, scores, eps = self.bank[:n_done], self._vector(layer, score), self._g.rms_norm_eps
+        if addends:
+            return add_mix_and_norm_(bank, self.h, addends, scores, gain, eps=eps)[1]
+        return mix_and_norm(bank, self.h, scores, gain, eps=eps, is_tiled=True)[1]
 
     def _kda(self, layer: int, x: Tensor) -> Tensor:
         g, size, state = self._g, self._g.kda_size, self._state.layers[layer]
@@ -317,15 +320,14 @@ class _Block:
         )  # fmt: skip
         return self._product(layer, "attn_output", o.flatten(-2).unsqueeze(0))
 
-    def _route(self, layer: int) -> None:
-        g = self._g
-        logits = self._product(layer, "ffn_gate_inp", self.x)
-        ids, weights = route(logits, self._vector(layer, "exp_probs_b.bias"), g.n_experts_per_token, scaling=g.routed_scaling_factor, is_tiled=True)
+    def _route(self, layer: int) -> tuple[Tensor, Tensor]:
+        g, bias = self._g, self._vector(layer, "exp_probs_b.bias")
+        logits = self._product(layer, "ffn_gate_inp", self.x[layer])
+        ids, shares = route(logits, bias, g.n_experts_per_token, scaling=g.routed_scaling_factor, is_tiled=True)
         if self._routing is not None:
             positions = self._state.n_past + self._offsets
             ids = self._routing[:, layer - g.n_dense_layers].index_select(0, positions).unsqueeze(0)
-        self.experts.copy_(ids)
-        self.shares.copy_(weights)
+        return ids, shares
 
     def _situ_mlp(self, layer: int, gate_up: Tensor, down: str) -> Tensor:
         y = situ_halves(gate_up, beta=self._g.situ_beta, linear_beta=self._g.situ_linear_beta)
