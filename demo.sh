@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole line on a tiny random-weight K3.1: make, extract, measure and place on three directories, verify, generate.
+# The whole line on a tiny random-weight K3.1: make, extract, measure and place on a disk and in memory, verify, generate.
 set -euo pipefail
 bin=$1
 out=$2
@@ -8,15 +8,17 @@ step() { printf '\n== %s\n' "$*"; }
 run() { printf '$ %s\n' "$*"; "$bin/$1" "${@:2}"; }
 
 rm -rf "$out"
-mkdir -p "$out/nvme0" "$out/nvme1" "$out/nvme2"
+mkdir -p "$out/disk"
+# Memory stands in for a second, faster device; it is given back at the end.
+memory=$(mktemp -d "$([ -w /dev/shm ] && echo /dev/shm || echo "$out")/ktier-demo.XXXXXX")
+trap 'rm -rf "$memory"' EXIT
 
 step "1. A checkpoint in the published format, with random weights (it will answer gibberish)"
 run kprep make-tiny "$out/checkpoint" --geometry tiny --seed 1
 step "2. Extract: the spine as GGUF, one file per expert, hashes, manifest"
 run kprep extract "$out/checkpoint" "$out/model"
-step "3. Measure three directories that stand in for drives, and place the experts on them"
-run kprep place "$out/model/manifest.yaml" --tier "A=$out/nvme0" --tier "B=$out/nvme1" --tier "C=$out/nvme2" \
-    --measure-drives --measure-seconds 0.2 --limit C=500KB
+step "3. Measure two drives, this disk and memory that stands in for a faster one, and place the experts on them"
+run kprep place "$out/model/manifest.yaml" --tier "A=$memory" --tier "B=$out/disk" --measure-drives --measure-seconds 0.2 --limit A=1MB
 step "4. Verify every byte"
 run kprep verify-hashes "$out/model/manifest.yaml"
 step "5. Generate, with room for 20 experts on the device and 40 in host memory"
@@ -34,4 +36,4 @@ PY
 run krun score --checkpoint "$out/checkpoint" --ids-file "$out/ids.safetensors" --out "$out/unquantised.safetensors"
 run krun score -m "$out/model" --ids-file "$out/ids.safetensors" --against "$out/unquantised.safetensors"
 
-printf '\nAll of it is in %s; remove it with make clean.\n' "$out"
+printf '\nAll of it but the copies in memory is in %s; remove it with make clean.\n' "$out"

@@ -1,7 +1,6 @@
-"""Which drive shall hold which experts: decided from capacities, rates and what is there already. Pure and deterministic.
+"""Which drive shall hold which expert when each is written once: the base of an extraction. Pure and deterministic.
 
-The base, one copy of every expert, is split over the drives of tiers A and B within each layer; what room is left, on every tier, takes
-further copies, the experts with the fewest copies first.
+It is split over the drives of tiers A and B within each layer, by weight and room. Further copies are `placement_plan`'s.
 """
 
 from collections.abc import Sequence
@@ -31,21 +30,13 @@ class Candidate:
     present: np.ndarray
 
 
-def plan_placement(geometry: Geometry, candidates: Sequence[Candidate], *, pool_room: Sequence[int], seed: int = 0) -> list[np.ndarray]:
-    """Return for each candidate the experts that it shall hold, base and further copies, bool [n_layers, n_experts].
+def plan_base(geometry: Geometry, candidates: Sequence[Candidate], *, pool_room: Sequence[int], seed: int = 0) -> list[np.ndarray]:
+    """Return for each candidate the experts that it shall hold, bool [n_layers, n_experts]: each once, on a drive of tier A or B.
 
     pool_room  most experts that each pool can hold, those that are there included
 
     Raises NoSpaceError if tiers A and B cannot hold every expert.
     """
-    room, rng = _Room(candidates, list(pool_room)), np.random.default_rng(seed)
-    holds = _split_base(geometry, candidates, room, rng)
-    _add_copies(geometry, candidates, holds, room, rng)
-    return holds
-
-
-def plan_base(geometry: Geometry, candidates: Sequence[Candidate], *, pool_room: Sequence[int], seed: int = 0) -> list[np.ndarray]:
-    """Return the base alone: each expert once, on a drive of tier A or B. Arguments, result and errors as for `plan_placement`."""
     return _split_base(geometry, candidates, _Room(candidates, list(pool_room)), np.random.default_rng(seed))
 
 
@@ -131,18 +122,3 @@ def _split(
         dealt[taker].append(expert)
         left[taker] -= 1
     return dealt
-
-
-def _add_copies(geometry: Geometry, candidates: Sequence[Candidate], holds: list[np.ndarray], room: _Room, rng: np.random.Generator) -> None:
-    """Fill the room that is left, drive by drive from the last tier up, evenly over the layers."""
-    for drive in sorted(range(len(candidates)), key=lambda n: candidates[n].tier, reverse=True):
-        n_layers_left = len(geometry.moe_layers)
-        for layer in geometry.moe_layers:
-            n_copies = np.sum([h[layer] for h in holds], axis=0)
-            wanted = np.flatnonzero(~holds[drive][layer])
-            # Fewest copies first, then what is here already, then by lot.
-            keys = (rng.random(len(wanted)), ~candidates[drive].present[layer, wanted], n_copies[wanted])
-            chosen = wanted[np.lexsort(keys)][: -(-room.of(drive) // n_layers_left)]
-            holds[drive][layer, chosen] = True
-            room.take(drive, len(chosen))
-            n_layers_left -= 1

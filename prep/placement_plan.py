@@ -12,15 +12,14 @@ import numpy as np
 
 from manifests.errors import NoSpaceError
 from manifests.geometry import Geometry
-from prep.base_split import Candidate, plan_base, plan_placement
 from prep.placement_room import PlanDrive, keep_within_limits, quotas, share_evenly
 from prep.placement_rules import RULES, Filling, keep_within_quotas
 from prep.placement_score import Assumptions, PlanScore, ReadModel, TokenRate, predict_tok_per_s, score_holds
 from prep.placement_search import Evaluation, LayerProblem, draw_reads, improve
 
 __all__ = [
-    "Assumptions", "Candidate", "CopyPlan", "Freest", "PlanDrive", "PlanScore", "TokenRate", "one_more_copy_set", "plan_base", "plan_copies",
-    "plan_placement", "predict_tok_per_s", "score_holds", "what_if",
+    "Assumptions", "CopyPlan", "Freest", "PlanDrive", "PlanScore", "TokenRate", "one_more_copy_set", "plan_copies", "predict_tok_per_s",
+    "score_holds", "what_if",
 ]  # fmt: skip
 
 # Writing a copy of every expert must make reading faster by this share of the ideal, or it is left alone.

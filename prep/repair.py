@@ -10,8 +10,8 @@ from layout.prepared import Prepared
 from layout.reader import check_hash
 from layout.writer import sync_directory, write_record
 from manifests.errors import BadInputError, DamagedDataError
-from manifests.ranges import parse_ranges
 from prep.copying import Sources, copy_expert
+from prep.sites import shards_of
 from prep.verify import BadRecord, Findings
 
 
@@ -27,18 +27,11 @@ def describe_bad_record(prepared: Prepared, bad: BadRecord, findings: Findings) 
     elif unread:
         cure = f"a copy that was not read now is on {', '.join(map(prepared.drive_name, unread))}; kprep verify-hashes --repair tries it"
     else:
-        shards = " or ".join(_shards_of(prepared, bad.layer))
+        shards = " or ".join(shards_of(prepared, bad.layer))
         cure = f"no other copy is intact; fetch {shards} again, then kprep verify-hashes --repair --checkpoint DIR restores it"
     serials = ", ".join(device.serial for device in prepared.manifest.drives[bad.drive].devices if device.serial)
     device = f" (drive serial {serials})" if serials else ""
     return f"layer {bad.layer} expert {bad.expert} on {prepared.drive_name(bad.drive)}: {bad.what}{device}\n    {cure}"
-
-
-def _shards_of(prepared: Prepared, layer: int) -> list[str]:
-    """Return the checkpoint's files that hold experts of a layer."""
-    n_layers = prepared.geometry.n_layers
-    files = prepared.manifest.source.files
-    return [f.name for f in files if f.expert_layers and parse_ranges(f.expert_layers, n_layers, where=f.name)[layer]]
 
 
 def repair(prepared: Prepared, findings: Findings, checkpoint: Checkpoint | None) -> tuple[list[BadRecord], list[BadRecord]]:
