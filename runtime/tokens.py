@@ -54,11 +54,12 @@ class Tokenizer:
         self.n_ranks = len(ranks)
         self.vocab_size = self.n_ranks + len(special_names)
         self._tokens = sorted(ranks, key=ranks.__getitem__) + [name.encode() for name in special_names]
+        self._special_ids = {name: token for token, name in enumerate(special_names, start=self.n_ranks)}
         self._encoding = tiktoken.Encoding(
             "checkpoint",
             pat_str=SPLIT_PATTERN,
             mergeable_ranks=ranks,
-            special_tokens={name: token for token, name in enumerate(special_names, start=self.n_ranks)},
+            special_tokens=self._special_ids,
         )
 
     def encode(self, text: str) -> list[int]:
@@ -66,7 +67,7 @@ class Tokenizer:
 
         Raises BadInputError if the text holds a surrogate.
         """
-        return [token for piece in _cut(_checked(text)) for token in self._encoding.encode_ordinary(piece)]
+        return [token for piece in _cut(checked_text(text)) for token in self._encoding.encode_ordinary(piece)]
 
     def encode_with_specials(self, text: str) -> list[int]:
         """Return the ids of text in which the names of special tokens stand for those tokens; no BOS is added.
@@ -75,7 +76,7 @@ class Tokenizer:
         Raises BadInputError if the text holds a surrogate.
         """
         encode = self._encoding.encode
-        return [token for piece in _cut(_checked(text)) for token in encode(piece, allowed_special="all", disallowed_special=())]
+        return [token for piece in _cut(checked_text(text)) for token in encode(piece, allowed_special="all", disallowed_special=())]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of the ids, special tokens by name; bytes that are not UTF-8 become U+FFFD.
@@ -89,6 +90,12 @@ class Tokenizer:
         if not 0 <= token < self.vocab_size:
             raise BadInputError(f"token id {token} is not in the vocabulary, expected 0..{self.vocab_size - 1}")
         return self._tokens[token]
+
+    def special_id(self, name: str) -> int:
+        """Return the id of the special token of this name. Raises BadInputError if there is none."""
+        if name not in self._special_ids:
+            raise BadInputError(f"the tokenizer has no special token {name!r}, expected it in added_tokens_decoder of {CONFIG_FILE_NAME}")
+        return self._special_ids[name]
 
 
 class TextStream:
@@ -215,10 +222,10 @@ def _content_of(entry: Any, where: str) -> str:
     name = entry.get("content") if isinstance(entry, dict) else None
     if not isinstance(name, str) or not name:
         raise BadInputError(f"{where}: content is {name!r}, expected the token's name")
-    return _checked(name, where=where)
+    return checked_text(name, where=where)
 
 
-def _checked(text: str, *, where: str = "text") -> str:
+def checked_text(text: str, *, where: str = "text") -> str:
     """Return the text. Raises BadInputError if it holds a surrogate, which UTF-8 cannot say and tiktoken would silently replace."""
     try:
         text.encode()
