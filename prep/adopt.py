@@ -31,6 +31,8 @@ def adopt_into_manifest(prepared: Prepared, directory: Path, *, tier: str, on_pr
     """
     if not directory.is_dir():
         raise UsageError(f"{directory}: no such directory")
+    if directory.resolve() == prepared.directory.resolve():
+        raise UsageError(f"{directory}: is the model's own directory, whose {HASH_LIST_NAME} lists all experts; move the files to one of their own")
     if directory.resolve() in [d.resolve() for d in prepared.drive_directories]:
         raise UsageError(f"{directory}: is a drive of {prepared.path} already")
     holds = _expert_files(prepared, directory)

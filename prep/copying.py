@@ -12,6 +12,7 @@ from layout.reader import check_hash
 from layout.record import expert_file_name
 from layout.writer import write_record
 from manifests.errors import BadInputError, DamagedDataError
+from prep.sites import shards_of
 
 # A directory whose reads fail so many times in a row is asked last from then on.
 _FAILURES_TO_SET_ASIDE = 3
@@ -57,7 +58,11 @@ class Sources:
             finally:
                 with self._lock:
                     self._in_flight[number] -= 1
-        raise DamagedDataError(f"layer {layer} expert {expert}: no intact copy to read: {'; '.join(faults) or 'no file is there'}")
+        raise DamagedDataError(
+            f"layer {layer} expert {expert}: no intact copy to read: {'; '.join(faults) or 'no file is there'}. "
+            f"With {' or '.join(shards_of(self.prepared, layer))} in CHECKPOINT, "
+            f"kprep extract CHECKPOINT {self.prepared.directory} --only {layer}:{expert} writes it again"
+        )
 
     def _read_from(self, number: int, layer: int, expert: int, buffer: memoryview) -> None:
         mode = self._modes[number] or probe_directory(self.directories[number])

@@ -21,7 +21,7 @@ from layout.gather import gather_record
 from layout.hash_lists import HASH_LIST_NAME, xxh3_128_hex, xxh3_128_of_file
 from layout.holes import find_holes, first_hole
 from layout.parallel import run_parallel
-from layout.record import LAYOUT_NAME, NIBBLE_ORDER, SCALE_KIND, expert_file_name
+from layout.record import LAYOUT_NAME, NIBBLE_ORDER, SCALE_KIND, expert_file_name, parse_expert_file_name
 from layout.tensors import expert_tensor_names
 from layout.writer import sync_directory, write_bytes, write_record
 from manifests.errors import BadInputError, DamagedDataError, UsageError, listed
@@ -89,6 +89,8 @@ def extract(checkpoint: Checkpoint, out: Path, settings: Settings, *, on_progres
     carried = small_files(checkpoint.directory)
     _check_new_or_ours(out)
     requests = _requests(settings, out)
+    if not settings.is_adopting and not (out / JOURNAL_NAME).exists():
+        _check_vacant(settings.drives)
     room = Room(checkpoint, out, requests, settings.reserve_bytes)
     # What cannot fit is refused before anything appears.
     holds = None if (out / JOURNAL_NAME).exists() else room.plan_base(is_releasing=settings.is_releasing)
@@ -164,10 +166,21 @@ def _check_new_or_ours(out: Path) -> None:
         raise BadInputError(f"{out}: is not empty and holds no output of this checkpoint; name a new or empty directory")
 
 
+def _check_vacant(requests: Sequence[DriveRequest]) -> None:
+    """Raise UsageError for a directory with experts' files: they may be the only ones of another model, and have the names of ours."""
+    for request in requests:
+        names = sorted(path.name for path in request.directory.iterdir() if parse_expert_file_name(path.name))
+        if names:
+            raise UsageError(
+                f"--tier {request.tier}={request.directory}: holds experts' files already, {names[0]} and {len(names) - 1} more, which would be "
+                "written over; name an empty directory, or remove them if no model needs them (kprep adopt takes over those of this model)"
+            )
+
+
 def _requests(settings: Settings, out: Path) -> list[DriveRequest]:
     if not settings.drives:
         return [DriveRequest("A", out / EXPERTS_DIRECTORY)]
-    check_requests(settings.drives)
+    check_requests(settings.drives, home=out)
     for request in settings.drives:
         if request.tier not in BASE_TIERS:
             raise UsageError(f"--tier {request.tier}={request.directory}: extract writes tiers A and B only; kprep place adds copies on C and D")

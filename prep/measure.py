@@ -38,6 +38,7 @@ DEFAULT_SECONDS = 1.0
 MOST_BUFFER_BYTES = 1_200_000_000
 SOAK_WINDOW_S = 5.0
 SOAK_DEPTH = 4
+_DAY_S = 86400
 
 Say = Callable[[str], None]
 
@@ -297,12 +298,11 @@ def is_older_than_files(profile: Profile, directory: Path) -> bool:
     """Say whether any of a directory's experts was written after the profile was measured; a date without a time is the end of that day."""
     with os.scandir(directory) as entries:
         newest = max((e.stat().st_mtime for e in entries if parse_expert_file_name(e.name)), default=-math.inf)
-    measured = datetime.datetime.fromisoformat(profile.date)
+    date = datetime.datetime.fromisoformat(profile.date)
+    measured = (date if date.tzinfo is not None else date.replace(tzinfo=datetime.UTC)).timestamp()
     if "T" not in profile.date and " " not in profile.date:
-        measured += datetime.timedelta(days=1)
-    if measured.tzinfo is None:
-        measured = measured.replace(tzinfo=datetime.UTC)
-    return newest > measured.timestamp() + 1
+        measured += _DAY_S
+    return newest > measured + 1
 
 
 def _check_seconds(seconds: float) -> None:

@@ -30,7 +30,7 @@ from prep.place_journal import PlaceJournal
 from prep.publish import publish_with_lists
 from prep.requests import DriveRequest, check_requests, check_writable, disk_bytes
 from prep.room import Reserves
-from prep.sites import MISSING, Site, find_sites, lost_experts, shards_of
+from prep.sites import MISSING, Site, find_sites, is_mounted, lost_experts, shards_of
 
 _PART = re.compile(r"([0-9]{1,9}):([0-9]{1,9}(?:-[0-9]{1,9})?)")
 _N_WORKERS = 4
@@ -80,7 +80,7 @@ def extract_only(
     if request is not None:
         if request.tier not in BASE_TIERS:
             raise UsageError(f"--tier {request.tier}={request.directory}: extract writes tiers A and B only; kprep place adds copies on C and D")
-        check_requests([request])
+        check_requests([request], home=prepared.directory)
         check_writable([request])
     journal = PlaceJournal(prepared.directory)
     try:
@@ -104,7 +104,7 @@ def _targets(prepared: Prepared, sites: Sequence[Site], experts: np.ndarray, req
     """Return what shall be written where, per site bool [n_layers, n_experts]."""
     if request is not None:
         return [experts if site.request is not None else np.zeros_like(experts) for site in sites]
-    holds = [prepared.manifest.drives[site.former].holds if site.former is not None and site.device is not None else None for site in sites]
+    holds = [prepared.manifest.drives[site.former].holds if site.former is not None and is_mounted(prepared, site) else None for site in sites]
     targets = [experts & held if held is not None else np.zeros_like(experts) for held in holds]
     homeless = np.argwhere(experts & ~np.any(targets, axis=0)).tolist()
     if homeless:
@@ -216,11 +216,14 @@ def _publish(prepared: Prepared, sites: Sequence[Site], targets: Sequence[np.nda
     is_same = len(drives) == len(prepared.manifest.drives) and all(
         a.directory == b.directory and np.array_equal(a.holds, b.holds) for a, b in zip(drives, prepared.manifest.drives, strict=True)
     )
+    # Nothing is written below the mount point of a drive that is not mounted.
+    absent = {prepared.manifest.drives[site.former].directory for site in sites if site.former is not None and not is_mounted(prepared, site)}
+    with_lists = [drive for drive in drives if drive.directory not in absent]
     if is_same:
-        publish_with_lists(prepared, drives, lambda: None)
+        publish_with_lists(prepared, with_lists, lambda: None)
         return prepared.manifest
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     links = tuple(link for link in prepared.manifest.links if set(link.directories) <= {drive.directory for drive in drives})
     manifest = dataclasses.replace(prepared.manifest, generation=next_generation(prepared.path), created=now, drives=tuple(drives), links=links)
-    publish_with_lists(prepared, drives, lambda: write_manifest(prepared.path, manifest))
+    publish_with_lists(prepared, with_lists, lambda: write_manifest(prepared.path, manifest))
     return manifest

@@ -14,10 +14,11 @@ import numpy as np
 
 from layout.drives import RAM_FILE_SYSTEMS, default_reserve, describe_directory, free_bytes, group_by_device
 from layout.hash_lists import HASH_LIST_NAME, xxh3_128_hex
+from layout.makespan import MOST_SERVERS
 from layout.memory import available_host_bytes
 from layout.prepared import Prepared, open_prepared
 from layout.sizes import format_rate, format_size
-from manifests.errors import BadInputError, NoSpaceError
+from manifests.errors import BadInputError, NoSpaceError, UsageError
 from manifests.manifest import BASE_TIERS, Drive, Manifest, Profile, SharedLink
 from prep.carry_out import CarryOut, Progress, Remark
 from prep.drive_facts import drive_text, manifest_drive
@@ -27,7 +28,7 @@ from prep.place_journal import Decided, PlaceJournal
 from prep.placement_plan import CopyPlan, PlanDrive, PlanScore, plan_copies, score_holds
 from prep.requests import DriveRequest, check_requests, check_writable, disk_bytes
 from prep.schedule import Directory, Schedule, Step, make_schedule
-from prep.sites import Site, check_none_lost, find_sites
+from prep.sites import Site, check_none_lost, find_sites, is_root_instead
 
 # A line of a hash list and an entry of a directory, for each expert.
 _LIST_BYTES_PER_EXPERT = 96
@@ -124,7 +125,9 @@ def place(
     Killed at any instant, the manifest that is there is true, and the same command goes on. Raises NoSpaceError before anything is changed if the
     work cannot end with the reserves kept, DamagedDataError if an expert has no intact copy left, KtierError if another command is at work.
     """
-    check_requests(options.requests)
+    check_requests(options.requests, home=path.parent)
+    if len(options.requests) > MOST_SERVERS:
+        raise UsageError(f"--tier: {len(options.requests)} drives; a placement is planned for {MOST_SERVERS} at most")
     if is_dry_run:
         placement = _decide(open_prepared(path), options, on_remark)
         _check(placement)
@@ -179,6 +182,12 @@ def _resumed(prepared: Prepared, options: Options, journal: PlaceJournal, on_rem
     sites, remarks = find_sites(prepared, options.requests, left_out=decided.left_out)
     check_none_lost(prepared, sites)
     drives, links = decided.manifest.drives, decided.manifest.links
+    for site, drive in zip(sites, drives, strict=False):
+        if drive.holds.any() and not site.there.any() and is_root_instead(drive, site.directory):
+            raise UsageError(
+                f"--tier {site.tier}={site.directory}: when the interrupted placement was decided, it was a drive ({drive.file_system}); now it is "
+                "empty and part of the root file system: mount the drive, or leave it out"
+            )
     groups = _links_of([drive.directory for drive in drives], links, sites)
     problem = _problem(prepared, sites, options, [drive.profile for drive in drives], groups)
     score = _score(prepared, problem, [drive.holds for drive in drives])
@@ -262,7 +271,7 @@ def _profiles(
     for request, profile in zip(requests, profiles, strict=True):
         if profile is None:
             continue
-        if profile.read_bytes_per_s <= 0:
+        if profile.read_bytes_per_s <= 0 or profile.with_uploads_bytes_per_s == 0:
             raise BadInputError(f"{prepared.path}: the profile of {request.directory} has a rate of 0 B/s; measure it again with --measure-drives")
         if is_older_than_files(profile, request.directory):
             remarks.append(f"{request.directory}: its profile, of {profile.date}, is older than files there; --measure-drives makes a new one")
@@ -290,6 +299,10 @@ def _kept_links(prepared: Prepared, sites: Sequence[Site], homes: Sequence[str])
     former = prepared.manifest.drives
     home_of = {former[site.former].directory: home for site, home in zip(sites, homes, strict=False) if site.former is not None}
     known = [link for link in prepared.manifest.links if all(directory in home_of for directory in link.directories)]
+    for link in known:
+        if link.read_bytes_per_s <= 0:
+            names = ", ".join(link.directories)
+            raise BadInputError(f"{prepared.path}: the link that {names} share has a rate of 0 B/s; measure it again with --measure-drives")
     return tuple(SharedLink(tuple(home_of[directory] for directory in link.directories), link.read_bytes_per_s) for link in known)
 
 

@@ -9,9 +9,9 @@ from layout.hash_lists import xxh3_128_hex
 from layout.prepared import Prepared
 from layout.reader import check_hash
 from layout.writer import sync_directory, write_record
-from manifests.errors import BadInputError, DamagedDataError
+from manifests.errors import BadInputError, DamagedDataError, UsageError
 from prep.copying import Sources, copy_expert
-from prep.sites import shards_of
+from prep.sites import drive_sites, is_mounted, shards_of
 from prep.verify import BadRecord, Findings
 
 
@@ -37,10 +37,11 @@ def describe_bad_record(prepared: Prepared, bad: BadRecord, findings: Findings) 
 def repair(prepared: Prepared, findings: Findings, checkpoint: Checkpoint | None) -> tuple[list[BadRecord], list[BadRecord]]:
     """Restore bad records from intact copies, or else from the checkpoint; return those restored and those for which there is neither.
 
-    Raises BadInputError if the checkpoint is another than the one that was extracted.
+    Raises BadInputError if the checkpoint is another than the one that was extracted, UsageError for a drive that is not mounted.
     """
     if checkpoint is not None and checkpoint.digest != prepared.manifest.source.digest:
         raise BadInputError(f"{checkpoint.directory}: is not the checkpoint that {prepared.path} was extracted from")
+    _check_mounted(prepared, findings)
     holds = [drive.holds.copy() for drive in prepared.manifest.drives]
     for bad in findings.bad_records:
         holds[bad.drive][bad.layer, bad.expert] = False
@@ -52,6 +53,17 @@ def repair(prepared: Prepared, findings: Findings, checkpoint: Checkpoint | None
         is_done = directory.is_dir() and (_from_copy(sources, bad, directory) or (checkpoint is not None and _from_shard(prepared, checkpoint, bad)))
         (restored if is_done else lost).append(bad)
     return restored, lost
+
+
+def _check_mounted(prepared: Prepared, findings: Findings) -> None:
+    """Refuse to fill the root file system in place of a drive that is not mounted."""
+    bad = {record.drive for record in findings.bad_records}
+    for n, site in enumerate(drive_sites(prepared)):
+        if n in bad and site.device is not None and not is_mounted(prepared, site):
+            raise UsageError(
+                f"{site.name}: none of its {int(prepared.manifest.drives[n].holds.sum())} experts is there, and the directory is part of the root "
+                "file system: mount the drive, or leave it out with kprep place; nothing was restored"
+            )
 
 
 def _from_copy(sources: Sources, bad: BadRecord, directory: Path) -> bool:

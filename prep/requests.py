@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layout.direct import round_up
+from layout.hash_lists import HASH_LIST_NAME
 from manifests.errors import UsageError
 from manifests.manifest import BASE_TIERS
 
@@ -26,8 +27,11 @@ def disk_bytes(record_bytes: int) -> int:
     return round_up(record_bytes, FILE_SYSTEM_BLOCK)
 
 
-def check_requests(requests: Sequence[DriveRequest]) -> None:
-    """Raise UsageError unless the directories are there, each once and none within another, and some are of the base tiers."""
+def check_requests(requests: Sequence[DriveRequest], *, home: Path | None = None) -> None:
+    """Raise UsageError unless the directories are there, each once and none within another, and some are of the base tiers.
+
+    home  the model's own directory, which is none of them: a drive's hash list would replace the list of all experts
+    """
     if not any(request.tier in BASE_TIERS for request in requests):
         raise UsageError("--tier: name at least one drive of tier A or B; together they hold the base, one copy of every expert")
     seen: dict[tuple[int, int], DriveRequest] = {}
@@ -35,9 +39,16 @@ def check_requests(requests: Sequence[DriveRequest]) -> None:
         try:
             str(request.directory.resolve()).encode()
         except UnicodeEncodeError:
-            raise UsageError(f"--tier {request.tier}={request.directory!a}: the path is not UTF-8, which a manifest cannot hold; rename it") from None
+            raise UsageError(
+                f"--tier {request.tier}={str(request.directory)!a}: the path is not UTF-8, which a manifest cannot hold; rename it"
+            ) from None
         if not request.directory.is_dir():
             raise UsageError(f"{_flag(request)}: no such directory; make it, on the drive that you mean")
+        if home is not None and home.is_dir() and identity(request.directory) == identity(home):
+            raise UsageError(
+                f"{_flag(request)}: is the model's own directory, whose {HASH_LIST_NAME} lists all experts; "
+                "name a directory within it or elsewhere, where a drive's list can lie"
+            )
         if (other := seen.get(identity(request.directory))) is not None:
             same = "" if other.directory == request.directory else f", also as {other.directory}"
             raise UsageError(f"{_flag(request)}: this directory is named twice{same}")

@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from layout.drives import describe_directory
+from layout.hash_lists import HASH_LIST_NAME, parse_hash_list
 from layout.prepared import Prepared
 from layout.record import parse_expert_file_name
-from manifests.errors import DamagedDataError, UsageError, listed
+from manifests.errors import BadInputError, DamagedDataError, UsageError, listed
+from manifests.manifest import Drive
 from manifests.ranges import format_ranges, parse_ranges
 from prep.drive_facts import manifest_devices
 from prep.requests import DriveRequest, identity
@@ -60,20 +62,17 @@ def find_sites(prepared: Prepared, requests: Sequence[DriveRequest], *, left_out
 
     left_out  tier and directory of drives that the manifest had when a placement began
 
-    Raises UsageError for a directory that was a drive of the manifest and now shows what lies below its mount point.
+    Raises UsageError for a directory that was a drive of the manifest and now shows what lies below its mount point, or that holds another model's.
     """
     former = {identity(path): number for number, path in enumerate(prepared.drive_directories) if path.is_dir()}
     sites = [_site(prepared, request.tier, request.directory, former.get(identity(request.directory)), request) for request in requests]
     known = {site.former for site in sites}
-    sites += [
-        _site(prepared, drive.tier, directory, number, None)
-        for number, (drive, directory) in enumerate(zip(prepared.manifest.drives, prepared.drive_directories, strict=True))
-        if number not in known
-    ]
+    sites += [site for site in drive_sites(prepared) if site.former not in known]
     seen = {identity(site.directory) for site in sites if site.device is not None}
     sites += [_site(prepared, tier, directory, None, None) for tier, directory in left_out if directory.is_dir() and identity(directory) not in seen]
     for site in sites:
         _check_mounted(prepared, site)
+        _check_ours(prepared, site)
     return sites, [remark for site in sites if (remark := _remark(prepared, site))]
 
 
@@ -107,14 +106,51 @@ def _check_mounted(prepared: Prepared, site: Site) -> None:
     if site.request is None or site.former is None:
         return
     drive = prepared.manifest.drives[site.former]
-    if not drive.holds.any() or site.vouched.any():
-        return
-    facts = describe_directory(site.directory)
-    if facts.mount_point == Path("/") and (facts.file_system, manifest_devices(facts)) != (drive.file_system, drive.devices):
+    if not is_mounted(prepared, site):
         was = ", ".join(device.name for device in drive.devices if device.name) or "no device that is known"
         raise UsageError(
             f"--tier {site.tier}={site.directory}: the manifest has {int(drive.holds.sum())} experts there, on {was} ({drive.file_system}); "
             f"now it is empty and part of the root file system: mount the drive, leave it out, or name another directory"
+        )
+
+
+def drive_sites(prepared: Prepared) -> list[Site]:
+    """Return the manifest's drives, none of them asked for."""
+    pairs = zip(prepared.manifest.drives, prepared.drive_directories, strict=True)
+    return [_site(prepared, drive.tier, directory, number, None) for number, (drive, directory) in enumerate(pairs)]
+
+
+def is_mounted(prepared: Prepared, site: Site) -> bool:
+    """Say whether a drive of the manifest is there, and not only the directory on the root file system that its mount point is without it."""
+    if site.device is None or site.former is None:
+        return site.device is not None
+    drive = prepared.manifest.drives[site.former]
+    return not drive.holds.any() or bool(site.vouched.any()) or not is_root_instead(drive, site.directory)
+
+
+def is_root_instead(drive: Drive, directory: Path) -> bool:
+    """Say whether a directory is part of the root file system, unlike what its drive was in a manifest."""
+    facts = describe_directory(directory)
+    return facts.mount_point == Path("/") and (facts.file_system, manifest_devices(facts)) != (drive.file_system, drive.devices)
+
+
+def _check_ours(prepared: Prepared, site: Site) -> None:
+    """Refuse to write over another model's experts, which have the names of ours: its hash list tells, of which not one line is ours."""
+    if site.request is None:
+        return
+    path = site.directory / HASH_LIST_NAME
+    try:
+        theirs = parse_hash_list(path.read_bytes(), where=str(path))
+    except (OSError, BadInputError):
+        # None, or a damaged one, which is written anew.
+        return
+    n_layers, n_experts = prepared.hashes.is_known.shape
+    if theirs and not any(
+        layer < n_layers and expert < n_experts and prepared.hashes.get(layer, expert) == digest for (layer, expert), digest in theirs.items()
+    ):
+        raise UsageError(
+            f"--tier {site.tier}={site.directory}: by its {HASH_LIST_NAME} it holds {len(theirs)} experts of another model, which would be written "
+            "over; name a directory of this model's own there, or remove that list and its experts if nothing needs them"
         )
 
 
@@ -154,7 +190,7 @@ def check_none_lost(prepared: Prepared, sites: Sequence[Site]) -> None:
 
 def _has_home(prepared: Prepared, sites: Sequence[Site], lost: np.ndarray) -> list[bool]:
     """Say for each lost expert whether a directory that the manifest wants it in is there."""
-    there = [prepared.manifest.drives[site.former].holds for site in sites if site.former is not None and site.device is not None]
+    there = [prepared.manifest.drives[site.former].holds for site in sites if site.former is not None and is_mounted(prepared, site)]
     return [any(holds[layer, expert] for holds in there) for layer, expert in np.argwhere(lost).tolist()]
 
 

@@ -16,6 +16,8 @@ def drive_requests(tiers: list[str], limits: list[str], *, record_bytes: int | N
     limit_of = {}
     for text in limits:
         letter, size = split_tier(text, flag="--limit", form="C=500GB")
+        if letter in limit_of:
+            raise UsageError(f"--limit {text}: tier {letter} has a limit already; give one, which holds for each of its drives")
         limit_of[letter] = parse_size(size, flag=f"--limit {letter}", record_bytes=record_bytes)
     named = [split_tier(text, flag="--tier", form="A=/mnt/nvme0") for text in tiers]
     strays = sorted(set(limit_of) - {letter for letter, _ in named})

@@ -58,7 +58,8 @@ def place_command(
     """Decide which drive holds which experts, copy them there, prove every copy, and publish a new manifest."""
     path = manifest_path / "manifest.yaml" if manifest_path.is_dir() else manifest_path
     if rollback is not None:
-        if tier or measure_drives or heat or limit or remove_unplanned or dry_run or what_if or soak_seconds or reserve:
+        others = (tier, measure_drives, measure_seconds, with_uploads, soak_seconds, heat, seed, reserve, limit, remove_unplanned, dry_run, what_if)
+        if any(others):
             raise UsageError("--rollback stands alone")
         _roll_back(path, rollback, as_json=as_json)
         return
@@ -117,7 +118,7 @@ def _what_if(text: str | None) -> tuple[float, int] | None:
 def _soak(prepared: Prepared, options: Options, seconds: float | None, *, as_json: bool) -> list[dict[str, Any]]:
     if seconds is None:
         return []
-    check_requests(options.requests)
+    check_requests(options.requests, home=prepared.directory)
     found = []
     for request in options.requests:
         note(f"soak: reading {request.directory} for {seconds:g} s")
