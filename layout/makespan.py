@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 MOST_SERVERS = 8
+# What a server's own queue counts beside the time that its link allows: enough to choose among equals.
+_TIE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,9 @@ def assign(servers: Servers, masks: np.ndarray, *, record_bytes: float, n_chunks
         for _ in range(n_chunks):
             queue.put(masks_now)
     is_drawn = queue.ends.any(axis=0)
-    last = np.bincount(queue.ends.argmax(axis=0)[is_drawn], minlength=n_servers)
+    # Those that end together are last together.
+    is_last = (queue.ends == queue.ends.max(axis=0))[:, is_drawn]
+    last = (is_last / np.maximum(is_last.sum(axis=0), 1)).sum(axis=1)
     return Assigned(queue.ends.max(axis=0), queue.n_read / max(queue.n_read.sum(), 1), last / max(int(is_drawn.sum()), 1))
 
 
@@ -193,11 +197,14 @@ class _Queues:
 
     def put(self, masks: np.ndarray) -> None:
         """Give one chunk of each draw to the server of its mask that completes it first; int [n_draws], 0 for none."""
-        complete = np.zeros(self.ends.shape)
-        for busy, (seconds, members) in zip(self._busy, self._stages, strict=True):
+        complete, own = np.zeros(self.ends.shape), np.zeros(self.ends.shape)
+        for stage, (busy, (seconds, members)) in enumerate(zip(self._busy, self._stages, strict=True)):
             complete[members] = np.maximum(complete[members], busy + seconds)
+            if stage < len(own):
+                own[stage] = busy + seconds
         is_holder = masks >> np.arange(len(self.ends))[:, None] & 1 == 1
-        chosen = np.where(is_holder, complete, np.inf).argmin(axis=0)
+        # Where a link makes them all as late, the one that would be done first without it.
+        chosen = np.where(is_holder, complete + _TIE * own, np.inf).argmin(axis=0)
         taken = np.arange(len(self.ends))[:, None] == np.where(masks > 0, chosen, -1)
         self.ends = np.where(taken, complete, self.ends)
         self.n_read += taken.sum(axis=1)

@@ -227,11 +227,22 @@ class _Extraction:
             began = " ".join(f"--tier {tier}={directory}" for tier, directory in found)
             raise UsageError(f"{self.out}: this extraction began with {began}; go on with the same, or remove the output and start again")
 
+    def _check_mounted(self) -> None:
+        """Raise UsageError if nothing is left of what a drive had: below a mount point that is empty lies another file system."""
+        for number, directory in enumerate(self.directories if self.settings.drives else ()):
+            known = np.argwhere(self.journal.done.hashes.is_known & (self.home == number)).tolist()
+            if known and not any(self.record_path(*place).exists() for place in known):
+                raise UsageError(
+                    f"{directory}: none of the {len(known)} experts that {JOURNAL_NAME} names is there: mount the drive; "
+                    "if they were removed, remove the output and start again"
+                )
+
     def record_path(self, layer: int, expert: int) -> Path:
         return self.directories[self.home[layer, expert]] / expert_file_name(layer, expert)
 
     def run(self, carried: list[Path]) -> None:
         """Do what is left to do."""
+        self._check_mounted()
         done = self._present_experts()
         places = [(layer, expert) for layer in self.checkpoint.geometry.moe_layers for expert in range(self.checkpoint.geometry.n_experts)]
         missing = [place for place in places if not done[place]]

@@ -240,7 +240,8 @@ class _Session:
         if again >= SHARED_BELOW * expected_again:
             return []
         names = ", ".join(str(self._drives[n].directory) for n in self._members(group))
-        mean = (joint + again) / 2
+        # Never less than the fastest of them reaches alone: others may slow it down, but it need not be asked for all.
+        mean = max((joint + again) / 2, *(self.server_rates[server] for server in group))
         self.remarks.append(
             f"{names} share a link or the machine's limits: {format_rate(mean)} together, {format_rate(expected)} if each had its own"
         )

@@ -6,6 +6,7 @@ prep/carry_out.py. What was decided is kept in a journal until it is done, so th
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +129,8 @@ def place(
     check_requests(options.requests, home=path.parent)
     if len(options.requests) > MOST_SERVERS:
         raise UsageError(f"--tier: {len(options.requests)} drives; a placement is planned for {MOST_SERVERS} at most")
+    if not os.access(path.parent, os.W_OK) and not is_dry_run:
+        raise UsageError(f"{path.parent}: no file can be written there, and the new manifest must be; mount it writable, or change its mode")
     if is_dry_run:
         placement = _decide(open_prepared(path), options, on_remark)
         _check(placement)

@@ -209,7 +209,7 @@ def what_if_lines(placement: Placement, plans: dict[str, CopyPlan]) -> Iterator[
 
 def to_dict(placement: Placement, rate: TokenRate | None, plans: dict[str, CopyPlan]) -> dict[str, Any]:
     """Return the same as JSON values."""
-    n_bytes = placement.prepared.record.n_bytes
+    n_bytes, is_measured = placement.prepared.record.n_bytes, placement.problem.is_measured
     return {
         "drives": [_drive_dict(placement, n) for n in range(len(placement.drives))],
         "left_out": [
@@ -218,14 +218,14 @@ def to_dict(placement: Placement, rate: TokenRate | None, plans: dict[str, CopyP
             if site.request is None
         ],
         "record_bytes": n_bytes,
-        "score": _score_dict(placement.score),
-        "plan": None if placement.plan is None else _plan_dict(placement.plan),
-        "held_out": None if placement.held_out is None else _held_out_dict(placement.held_out),
+        "score": _score_dict(placement.score, is_measured=is_measured),
+        "plan": None if placement.plan is None else _plan_dict(placement.plan, is_measured=is_measured),
+        "held_out": None if placement.held_out is None else _held_out_dict(placement.held_out, is_measured=is_measured),
         "tok_per_s": None if rate is None else dataclasses.asdict(rate),
         "peak_bytes": peak_bytes(placement),
         "together_bytes_per_s": placement.measurement.together_bytes_per_s if placement.measurement else None,
         "links": [dataclasses.asdict(link) for link in placement.links],
-        "what_if": {name: _score_dict(plan.score) for name, plan in plans.items()},
+        "what_if": {name: _score_dict(plan.score, is_measured=is_measured) for name, plan in plans.items()},
         "is_resumed": placement.is_resumed,
         "is_heat_given": placement.problem.heat is not None,
         "remarks": list(placement.remarks),
@@ -248,14 +248,18 @@ def _drive_dict(placement: Placement, n: int) -> dict[str, Any]:
     }
 
 
-def _score_dict(score: PlanScore) -> dict[str, Any]:
-    return dataclasses.asdict(score) | {"mean_ratio": score.mean_ratio, "p95_ratio": score.p95_ratio}
+def _score_dict(score: PlanScore, *, is_measured: bool) -> dict[str, Any]:
+    """Return a score; without measured drives its seconds mean nothing."""
+    values = dataclasses.asdict(score) | {"mean_ratio": score.mean_ratio, "p95_ratio": score.p95_ratio}
+    return {name: None if name.endswith("_s") and not is_measured else value for name, value in values.items()}
 
 
-def _held_out_dict(worth: HeldOut) -> dict[str, Any]:
-    return {name: _score_dict(getattr(worth, name)) for name in ("in_sample", "held_out", "without_heat")}
+def _held_out_dict(worth: HeldOut, *, is_measured: bool) -> dict[str, Any]:
+    return {name: _score_dict(getattr(worth, name), is_measured=is_measured) for name in ("in_sample", "held_out", "without_heat")}
 
 
-def _plan_dict(plan: CopyPlan) -> dict[str, Any]:
-    freest = None if plan.freest is None else {"n_moves": plan.freest.n_moves, "score": _score_dict(plan.freest.score)}
+def _plan_dict(plan: CopyPlan, *, is_measured: bool) -> dict[str, Any]:
+    freest = None
+    if plan.freest is not None:
+        freest = {"n_moves": plan.freest.n_moves, "score": _score_dict(plan.freest.score, is_measured=is_measured)}
     return {"rule": plan.rule, "alternatives": dict(plan.alternatives), "n_moves": plan.n_moves, "freest": freest}

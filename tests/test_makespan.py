@@ -185,3 +185,12 @@ def test_the_rule_serves_first_what_has_the_fewest_copies() -> None:
 def test_the_rule_waits_for_a_shared_link() -> None:
     linked = Servers((4.0, 4.0), (0, 1), (((0, 1), 4.0),))
     assert assign(linked, table([1, 2, 1, 2]), record_bytes=1.0, n_chunks=1).seconds.tolist() == [1.0]
+
+
+def test_where_a_link_makes_all_as_late_the_faster_server_reads_more_and_none_is_last_alone() -> None:
+    servers = Servers((4.0, 2.0), (0, 1), links=(((0, 1), 4.0),))
+    found = assign(servers, np.full((1, 30), 3), record_bytes=1.0, n_chunks=1)
+    assert found.seconds[0] == pytest.approx(7.5)
+    assert found.read_share[0] == pytest.approx(2 / 3, abs=0.05)
+    equal = assign(Servers((1.0, 1.0), (0, 1)), np.array([[1, 2]]), record_bytes=1.0, n_chunks=1)
+    assert equal.last_share.tolist() == [0.5, 0.5]
