@@ -18,7 +18,7 @@ import torch
 
 from layout.makespan import Servers, makespan
 from manifests.geometry import load_geometry
-from runtime.cli import SWITCH_INTERVAL_S
+from runtime.entry import SWITCH_INTERVAL_S
 from runtime.rig import Rig, Run, Setting
 from runtime.synthetic import EmulatedDrive
 

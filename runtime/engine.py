@@ -2,10 +2,10 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,12 +21,14 @@ from manifests.geometry import Geometry
 from runtime.decode import Decoder
 from runtime.experts import CheckpointRecords, StreamedExperts
 from runtime.flat_out import Source, flat_out_bytes_per_s
+from runtime.heat import LoggedExperts, RoutingLog
 from runtime.kernels.rows import TILE_ROWS, Arithmetic, forbid_tf32
-from runtime.memory import AUTO, available_device_bytes, available_host_bytes, budget_of
+from runtime.memory import AUTO
 from runtime.model import Model
 from runtime.sampler import Sampler
+from runtime.start import check_direct, check_tier_caps, checked_kernels, planned_budgets, present_budgets
 from runtime.state import initial_state
-from runtime.stats import new_counts
+from runtime.stats import ExpertCounts, new_counts
 from runtime.store import Phase, Store
 from runtime.weights import CURE, CheckpointWeights, SpineWeights, load_spine
 
@@ -37,7 +39,11 @@ FLAT_OUT_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a run was asked for; sizes as text, as they were given."""
+    """What a run was asked for; sizes as text, as they were given.
+
+    tier_caps          the most requests in flight on the drives of a tier together
+    is_direct_required  whether drives that can only be read through the page cache are refused
+    """
 
     device: str | None = None
     vram_cache: str = AUTO
@@ -48,6 +54,8 @@ class Options:
     is_cold: bool = False
     verify_reads: int = 16
     n_prefetch: int = 0
+    tier_caps: Mapping[str, int] = field(default_factory=dict)
+    is_direct_required: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +67,31 @@ class Step:
     finish: str | None
 
 
+class Sample(NamedTuple):
+    """What each drive, in the manifest's order, has read since decode began, t_s seconds ago."""
+
+    t_s: float
+    read_bytes: list[int]
+
+
+def sample_of(counts: ExpertCounts, t_s: float) -> Sample:
+    return Sample(t_s, [drive.read_bytes for drive in counts.drives])
+
+
 @dataclass(slots=True)
 class Timing:
-    """When things happened, in seconds of the performance counter."""
+    """When things happened, in seconds of the performance counter.
+
+    decode_gpu_s  seconds of decode in which the host did nothing but wait for the GPU
+    samples       one when decode begins, and one after each of its steps
+    """
 
     prompt_began: float = 0.0
     prompt_ended: float = 0.0
     n_prompt: int = 0
     token_times: "list[float] | None" = None
+    decode_gpu_s: float = 0.0
+    samples: list[Sample] = field(default_factory=list)
 
 
 def choose_device(asked: str | None) -> torch.device:
@@ -92,20 +117,25 @@ def context_limit(geometry: Geometry, asked: int | None) -> int:
 
 
 class Engine:
-    """A model over a manifest. Use as a context manager: it owns reader threads and memory."""
+    """A model over a manifest, or one that `open_model` has opened. Use as a context manager: it owns reader threads and memory."""
 
-    def __init__(self, manifest: Path, options: Options, *, on_remark: Callable[[str], None]) -> None:
+    def __init__(
+        self, manifest: Path | Prepared, options: Options, *, on_remark: Callable[[str], None], routing_log: RoutingLog | None = None
+    ) -> None:
+        """Make all ready. What cannot be had is refused before the spine is read. `routing_log` takes in which experts tokens use."""
         forbid_tf32()
         self.options, self.device = options, choose_device(options.device)
-        self.prepared: Prepared = open_prepared(manifest)
-        _check_tokenizer(self.prepared)
+        self.prepared: Prepared = manifest if isinstance(manifest, Prepared) else open_model(manifest)
         self.context = context_limit(self.geometry, options.context)
+        check_tier_caps(self.prepared, options.tier_caps)
+        budgets = options.vram_cache, options.host_pool, self.geometry, self.device
+        planned_budgets(*budgets, spine_bytes=self.prepared.manifest.spine.n_bytes)
         self._copies = _usable_copies(self.prepared, on_remark)
-        # What cannot be had is refused before the spine is read.
-        budget_of(options.host_pool, flag="--host-pool", **self._pool_facts(available_host_bytes()))
+        if options.is_direct_required:
+            check_direct(self.prepared, self._copies)
+        self.kernels = checked_kernels(self.device, on_remark)
         self.weights: SpineWeights = load_spine(self.prepared, self.device)
-        self.vram = budget_of(options.vram_cache, flag="--vram-cache", **self._pool_facts(available_device_bytes(self.device)))
-        self.host = budget_of(options.host_pool, flag="--host-pool", **self._pool_facts(available_host_bytes()))
+        self.vram, self.host = present_budgets(*budgets)
         if options.is_cold:
             drop_page_cache(self.prepared, self._copies)
         self.prompt_counts, self.decode_counts = (new_counts(len(self.prepared.manifest.drives)) for _ in range(2))
@@ -119,16 +149,15 @@ class Engine:
             verify_every=options.verify_reads,
             counts=self.prompt_counts,
             on_remark=on_remark,
+            tier_caps=options.tier_caps,
         )
         experts = StreamedExperts(self.geometry, self.prepared.record, self.store)
-        self.model = Model(self.geometry, self.weights, experts)
+        self.model = Model(self.geometry, self.weights, experts if routing_log is None else LoggedExperts(experts, routing_log))
         self.decoder = Decoder(self.geometry, self.weights, self.prepared.record, self.store, context=self.context, n_prefetch=options.n_prefetch)
         with torch.inference_mode():
             self.decoder.capture(1)
-
-    def _pool_facts(self, available: int) -> dict[str, Any]:
-        n_bytes = self.prepared.record.n_bytes
-        return {"record_bytes": n_bytes, "n_all": self.geometry.n_routed_experts, "available_bytes": available, "auto_bytes": available // 4}
+        if routing_log is not None:
+            self.decoder.on_layer = routing_log.add_layer
 
     @property
     def geometry(self) -> Geometry:
@@ -142,13 +171,18 @@ class Engine:
 
     def effective(self, how: str | None = None) -> list[str]:
         """Return what the run's settings became, one line each; `how` says what is computed if it is no prompt pass."""
+        options = self.options
         modes = ", ".join(sorted({str(mode) for mode in self.store.modes}))
-        prompt = "decode arithmetic" if self.options.is_exact_prefill else f"prompt arithmetic in chunks of {self.options.chunk}"
+        prompt = "decode arithmetic" if options.is_exact_prefill else f"prompt arithmetic in chunks of {options.chunk}"
         drives = ", ".join(self.prepared.drive_name(n) for n in range(len(self.prepared.manifest.drives)))
-        verified = f"1 read in {self.options.verify_reads} hashed" if self.options.verify_reads else "reads not hashed"
+        verified = f"1 read in {options.verify_reads} hashed" if options.verify_reads else "reads not hashed"
+        caps = "".join(f"; at most {cap} requests in flight on tier {tier}" for tier, cap in sorted(options.tier_caps.items()))
         return [
-            f"device {self.device}, plain torch {torch.__version__}, float32; {how or prompt}; context {self.context}",
-            f"drives {drives}; read {modes}; {verified}",
+            f"device {self.device}, torch {torch.__version__}, float32; {how or prompt}; context {self.context}",
+            f"kernels: {self.kernels}",
+            f"drives {drives}; read {modes}{' (required)' if options.is_direct_required else ''}; {verified}{caps}",
+            f"prefetch {options.n_prefetch} experts of each layer"
+            + ("; cold: file pages were dropped, and both caches are emptied after the prompt pass" if options.is_cold else ""),
             str(self.vram),
             str(self.host),
         ]
@@ -184,10 +218,12 @@ class Engine:
         self.store.phase, self.store.counts = Phase.DECODE, self.decode_counts
         if self.options.is_cold:
             self.store.forget()
-        self.timing.token_times = []
+        timing, waited_s, results_s = self.timing, self.decoder.wait_device_s, 0.0
+        timing.token_times, timing.samples = [], []
         for n in range(1, n_tokens + 1):
             token = sampler.choose(logits)
-            self.timing.token_times.append(time.perf_counter())
+            timing.token_times.append(time.perf_counter())
+            timing.samples.append(sample_of(self.decode_counts, timing.token_times[-1] - timing.token_times[0]))
             finish = "end" if token in self.prepared.manifest.end_ids else "length" if n == n_tokens else None
             if finish is None and self.decoder.state.n_tokens >= self.context:
                 finish = "context"
@@ -195,6 +231,9 @@ class Engine:
             if finish is not None:
                 return
             logits = self.decoder.step([token])[0].clone()
+            # The sampler would wait for them anyway: here it is counted.
+            results_s += self._wait_for_results()
+            timing.decode_gpu_s = self.decoder.wait_device_s - waited_s + results_s
 
     @torch.inference_mode()
     def score(self, ids: list[int], *, arithmetic: Arithmetic, chunk: int | None) -> Tensor:
@@ -213,9 +252,23 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def _wait_for_results(self) -> float:
+        """Wait until all work that was launched is done; return the seconds that took, on a CPU 0."""
+        start = time.perf_counter()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return time.perf_counter() - start
+
     def flat_out_bytes_per_s(self) -> float:
         """Measure what the same reader delivers flat out from the same files, now."""
         return flat_out_bytes_per_s(_sources(self.prepared, self._copies, self.store), seconds=FLAT_OUT_SECONDS)
+
+
+def open_model(manifest: Path) -> Prepared:
+    """Open a prepared model whose small files are those of its checkpoint. Raises BadInputError or DamagedDataError."""
+    prepared = open_prepared(manifest)
+    _check_tokenizer(prepared)
+    return prepared
 
 
 def open_checkpoint_model(checkpoint: Checkpoint, device: torch.device) -> Model:

@@ -13,11 +13,12 @@ DEPTHS = (1, 2, 4, 8, 16, 32)
 
 
 class Source(NamedTuple):
-    """Records of one drive that may be read, all of one size."""
+    """Records of one drive that may be read, all of one size; `limit` slows the drive down to so many bytes per second."""
 
     mode: ReadMode
     depth: int
     choose: Callable[[np.random.Generator], Extent]
+    limit: float | None = None
 
 
 def flat_out_bytes_per_s(
@@ -33,7 +34,7 @@ def flat_out_bytes_per_s(
     on_read  is given each record before its buffer is used again: what is to run beside the reads
     """
     rng, n_read = np.random.default_rng(0), 0
-    with Reader([s.mode for s in sources], [s.depth for s in sources]) as reader:
+    with Reader([s.mode for s in sources], [s.depth for s in sources], limits=[s.limit for s in sources]) as reader:
 
         def submit(number: int, buffer: memoryview) -> None:
             reader.submit(ReadRequest(None, number, sources[number].choose(rng), buffer))

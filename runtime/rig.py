@@ -20,6 +20,7 @@ from layout.record import record_layout
 from manifests.geometry import Geometry
 from runtime.arena import Arena, CudaRegistrar
 from runtime.decode import Decoder, LayerFacts
+from runtime.engine import Sample, sample_of
 from runtime.flat_out import DEPTHS, Source, best_flat_out
 from runtime.kernels.rows import forbid_tf32
 from runtime.routing import make_routing
@@ -46,7 +47,12 @@ class Setting:
 
 @dataclass
 class Run:
-    """What a run did. Seconds of each step, a digest of each step's logits, and of each layer what it lacked and how long that took."""
+    """What a run did: seconds of each step, a digest of each step's logits, and of each layer what it lacked and how long that took.
+
+    wait_device_s  in which the host did nothing but wait for the device
+    samples        of what each drive has read: at the first counted step's begin and after each of them
+    on_remark      is told each remark at once
+    """
 
     setting: Setting
     step_s: list[float] = field(default_factory=list)
@@ -54,7 +60,14 @@ class Run:
     layers: list[LayerFacts] = field(default_factory=list)
     counts: ExpertCounts = field(default_factory=lambda: new_counts(0))
     wait_device_s: float = 0.0
+    samples: list[Sample] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    on_remark: Callable[[str], None] | None = None
+
+    def remark(self, text: str) -> None:
+        self.remarks.append(text)
+        if self.on_remark is not None:
+            self.on_remark(text)
 
     @property
     def seconds(self) -> float:
@@ -68,7 +81,7 @@ class Run:
         """Return the run as plain values."""
         counts, n_steps = self.counts, len(self.step_s)
         n_asked = counts.n_device_hits + counts.n_host_hits + counts.n_records
-        host_s = self.seconds - counts.wait_s - self.wait_device_s
+        host_s = self.seconds - counts.idle_s - self.wait_device_s
         return {
             "routing": self.setting.routing,
             "device_slots": self.setting.n_device_slots,
@@ -85,6 +98,7 @@ class Run:
             "device_hit_share": counts.n_device_hits / n_asked,
             "host_hit_share": counts.n_host_hits / n_asked,
             "wait_drives_s": counts.wait_s,
+            "wait_uploads_s": counts.upload_wait_s,
             "wait_device_s": self.wait_device_s,
             "store_host_s": counts.host_s,
             "prefetches": [counts.n_prefetch_issued, counts.n_prefetch_used, counts.n_prefetch_cancelled],
@@ -97,20 +111,30 @@ class Run:
 class Rig:
     """A geometry with a random spine on a device, and record files in directories."""
 
-    def __init__(self, geometry: Geometry, device: torch.device, drives: Sequence[EmulatedDrive], n_files: int, *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        device: torch.device,
+        drives: Sequence[EmulatedDrive],
+        n_files: int,
+        *,
+        seed: int = 0,
+        on_made: Callable[[int], None] | None = None,
+    ) -> None:
+        """Make the files that are not there, and the spine. `on_made` is told how many files of each directory there are."""
         forbid_tf32()
         self.geometry, self.device, self._n_files, self._seed = geometry, device, n_files, seed
         self.layout = record_layout(geometry)
-        self._hashes = make_records(self.layout, [d.directory for d in drives], n_files, seed=seed)
+        self._hashes = make_records(self.layout, [d.directory for d in drives], n_files, seed=seed, on_made=on_made)
         self.weights = random_spine(geometry, device, seed=seed)
 
     def model(self, drives: Sequence[EmulatedDrive]) -> SyntheticModel:
         return synthetic_model(self.geometry, drives, self._n_files, self._hashes, seed=self._seed)
 
     @torch.inference_mode()
-    def run(self, setting: Setting, *, on_step: Callable[[int, "Run"], None] | None = None) -> Run:
+    def run(self, setting: Setting, *, on_step: Callable[[int, "Run"], None] | None = None, on_remark: Callable[[str], None] | None = None) -> Run:
         """Run a configuration from an empty text. Raises DamagedDataError if an expert cannot be read."""
-        model, run = self.model(setting.drives), Run(setting)
+        model, run = self.model(setting.drives), Run(setting, on_remark=on_remark)
         n_steps = setting.n_warm + setting.n_tokens
         with closing(self.open_store(model, setting, run)) as store:
             decoder = self.open_decoder(store, setting, n_steps)
@@ -121,10 +145,11 @@ class Rig:
                 if step == setting.n_warm:
                     run.counts = store.counts = new_counts(len(setting.drives))
                     decoder.wait_device_s, decoder.on_layer = 0.0, run.layers.append
+                    run.samples.append(sample_of(run.counts, 0.0))
                 self._step(decoder, setting, run, step)
                 if on_step is not None:
                     on_step(step, run)
-            run.wait_device_s = decoder.wait_device_s
+            run.wait_device_s += decoder.wait_device_s
             return run
 
     def open_store(self, model: SyntheticModel, setting: Setting, run: Run) -> Store:
@@ -136,7 +161,7 @@ class Rig:
             n_host_slots=setting.n_host_slots,
             verify_every=setting.verify_every,
             counts=new_counts(len(setting.drives)),
-            on_remark=run.remarks.append,
+            on_remark=run.remark,
             servers=emulated_servers(setting.drives),
             limits=[drive.bytes_per_s for drive in setting.drives],
         )
@@ -149,20 +174,29 @@ class Rig:
     def _step(self, decoder: Decoder, setting: Setting, run: Run, step: int) -> None:
         start = time.perf_counter()
         ids = [(step * setting.n_rows + row) * 7919 % self.geometry.vocab_size for row in range(setting.n_rows)]
-        logits = decoder.step(ids).cpu()
+        logits = decoder.step(ids)
+        launched = time.perf_counter()
+        logits = logits.cpu()
         if step >= setting.n_warm:
-            run.step_s.append(time.perf_counter() - start)
+            ended = time.perf_counter()
+            # On a CPU the logits are there already: a copy of them, and no wait.
+            run.wait_device_s += ended - launched if self.device.type == "cuda" else 0.0
+            run.step_s.append(ended - start)
+            run.samples.append(sample_of(run.counts, run.seconds))
         run.digests.append(xxhash.xxh3_128_hexdigest(logits.numpy().tobytes()))
 
     def flat_out(self, drives: Sequence[EmulatedDrive], *, seconds: float) -> tuple[float, int]:
-        """Return bytes/s that the reader reaches on these directories' files at its best depth, uploading all that it reads, and that depth."""
+        """Return bytes/s that the reader reaches on these directories' files at its best depth, uploading all that it reads, and that depth.
+
+        Drives that are slowed down are slowed down here too.
+        """
         model = self.model(drives)
         shape = (self.geometry.n_layers, self.geometry.n_experts)
 
         def chooser(drive: int) -> Callable[[np.random.Generator], Extent]:
             return lambda rng: model.expert_extent(drive, int(rng.integers(shape[0])), int(rng.integers(shape[1])))
 
-        sources = [Source(probe_directory(drive.directory), 1, chooser(n)) for n, drive in enumerate(drives)]
+        sources = [Source(probe_directory(drive.directory), 1, chooser(n), drive.bytes_per_s) for n, drive in enumerate(drives)]
         step = max(PAGE, *(source.mode.alignment for source in sources))
         registrar = CudaRegistrar(self.device) if self.device.type == "cuda" else None
         arena = Arena(len(drives) * (DEPTHS[-1] + 1), round_up(self.layout.n_bytes, step), registrar=registrar, on_remark=lambda remark: None)

@@ -7,7 +7,7 @@ too long goes to another copy; without one the run ends. All state belongs to th
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -98,9 +98,11 @@ class _Layer:
     queue    those of them that have no host slot so far
     hits     on the device since before
     ready    on the device by now, or on their way to it
+    passing  used by too few rows to stay
     """
 
     number: int
+    passing: frozenset[ExpertKey] = frozenset()
     wanted: dict[ExpertKey, None] = field(default_factory=dict)
     queue: deque[ExpertKey] = field(default_factory=deque)
     hits: list[tuple[ExpertKey, int]] = field(default_factory=list)
@@ -230,8 +232,10 @@ class Store:
             for expert, slot in group:
                 yield expert, self._device_slots.record(slot)
 
-    def fetch_groups(self, layer: int, experts: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+    def fetch_groups(self, layer: int, experts: Sequence[int], *, passing: Collection[int] = ()) -> Iterator[list[tuple[int, int]]]:
         """Yield groups of (expert, device slot) until each of a layer's experts was there once.
+
+        passing  those of them that no further use is expected of: both caches let go of them first
 
         First what is on the device, then what was in host memory, then what has come from drives by the time it is asked for. Work that is launched
         on the current stream after a group is yielded finds the records there; they stay until the next group is asked for. A group is no larger
@@ -239,7 +243,7 @@ class Store:
         """
         assert self._layer is None, "one layer at a time"
         began, idle_before = time.perf_counter(), self.counts.idle_s
-        state = self._layer = _Layer(layer)
+        state = self._layer = _Layer(layer, frozenset(ExpertKey(layer, expert) for expert in passing))
         try:
             self._begin_layer(state, [ExpertKey(layer, expert) for expert in experts])
             while state.wanted:
@@ -290,14 +294,15 @@ class Store:
         state.wanted = dict.fromkeys(keys)
         absent = []
         for key in keys:
-            slot = self._device.find(key, is_prompt=is_prompt)
+            is_passing = key in state.passing
+            slot = self._device.find(key, is_prompt=is_prompt, is_passing=is_passing)
             if slot is not None:
                 self._device.pin(key)
                 state.hits.append((key, slot))
                 continue
             if key in self._incoming:
                 self._want(self._incoming[key])
-            elif key in self._draining or (room := self._host.find(key, is_prompt=is_prompt)) is None:
+            elif key in self._draining or (room := self._host.find(key, is_prompt=is_prompt, is_passing=is_passing)) is None:
                 absent.append(key)
             else:
                 self._host.pin(key)
@@ -314,7 +319,7 @@ class Store:
         if not is_prompt:
             hits = {key for key, _ in state.hits}
             for key in keys:
-                if key not in hits:
+                if key not in hits and key not in state.passing:
                     self._host.lacked(key)
 
     def _pump(self, state: _Layer) -> None:
@@ -379,7 +384,7 @@ class Store:
                 return False
             self._expect(key, self._spares.pop(), is_spare=True, is_wanted=True)
             return True
-        room = self._host.take(key, is_prompt=is_prompt)
+        room = self._host.take(key, is_prompt=is_prompt, is_passing=self._is_passing(key))
         if room is not None:
             self._expect(key, room, is_spare=False, is_wanted=True)
         return room is not None
@@ -550,7 +555,7 @@ class Store:
             self._spoilt.add((drive, incoming.key))
             self._scheduler.pause(drive, time.perf_counter())
             self.counts.drives[self.drives[drive]].n_failed += 1
-            self.counts.tiers[self._tiers[drive]].n_failed += 1
+            self.counts.tiers.setdefault(self._tiers[drive], DriveCounts()).n_failed += 1
             self._remark(incoming.key, drive, f"{error}; trying another copy")
         self._try_again(incoming)
 
@@ -578,6 +583,7 @@ class Store:
         if incoming.is_dead:
             return
         self.counts.drives[self.drives[drive]].n_slow += 1
+        self.counts.tiers.setdefault(self._tiers[drive], DriveCounts()).n_slow += 1
         pause_s = self._scheduler.pause(drive, now)
         has_other = any(other != drive for other in self._sources(incoming.key))
         what = f"no answer for {now - read.began:.1f} s, {read.expected_s * 1e3:.0f} ms were expected"
@@ -638,11 +644,14 @@ class Store:
         self._addresses[key] = 0
         self._host.off_device(key)
 
+    def _is_passing(self, key: ExpertKey) -> bool:
+        return self._layer is not None and key in self._layer.passing
+
     def _land(self, key: ExpertKey) -> int | None:
         """Return the device slot that a record goes into, None if all are in use."""
         slot = self._landing.get(key)
         if slot is None:
-            slot = self._device.take(key, is_prompt=self.phase is Phase.PROMPT)
+            slot = self._device.take(key, is_prompt=self.phase is Phase.PROMPT, is_passing=self._is_passing(key))
             if slot is not None:
                 self._landing[key] = slot
                 self._device_slots.begin(slot)
@@ -685,7 +694,7 @@ class Store:
             return
         drive, ended = by_time[-1]
         by_s = ended - by_time[-2][1] if len(by_time) > 1 else 0.0
-        for count in (self.counts.drives[self.drives[drive]], self.counts.tiers[self._tiers[drive]]):
+        for count in (self.counts.drives[self.drives[drive]], self.counts.tiers.setdefault(self._tiers[drive], DriveCounts())):
             count.n_last += 1
             count.last_by_s += by_s
 

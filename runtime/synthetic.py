@@ -3,9 +3,11 @@
 The bytes that are read, uploaded and multiplied are those of the real model; their values are not, so the text means nothing.
 """
 
+import contextlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -74,6 +76,10 @@ class SyntheticModel(Prepared):
 
     n_files: int
 
+    @property
+    def record_names(self) -> list[str]:
+        return [record_name(number) for number in range(self.n_files)]
+
     def expert_extent(self, drive: int, layer: int, expert: int) -> Extent:
         number = (layer * self.geometry.n_experts + expert) % self.n_files
         return Extent(self.drive_directories[drive] / record_name(number), 0, self.record.n_bytes)
@@ -83,8 +89,34 @@ def record_name(number: int) -> str:
     return f"synthetic-{number}.bin"
 
 
-def make_records(layout: RecordLayout, directories: Sequence[Path], n_files: int, *, seed: int) -> list[str]:
+@contextmanager
+def records_removed_afterwards(directories: Sequence[Path], n_files: int) -> Iterator[int]:
+    """Give the number of record files that are there; those that came since are removed at the end, whatever the end is."""
+    paths = [directory / record_name(number) for directory in directories for number in range(n_files)]
+    there = {path for path in paths if path.exists()}
+    try:
+        yield len(there)
+    finally:
+        try:
+            _remove(path for path in paths if path not in there)
+        except BaseException:
+            # Interrupted while at it: no further interrupt comes.
+            _remove(path for path in paths if path not in there)
+            raise
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+
+
+def make_records(
+    layout: RecordLayout, directories: Sequence[Path], n_files: int, *, seed: int, on_made: Callable[[int], None] | None = None
+) -> list[str]:
     """Make the record files that are not there yet, the same in every directory; return their hashes.
+
+    on_made  is told how many files are in every directory by now
 
     Directories on one file system share the files' room by hard links. Raises NoSpaceError if the reserve would be touched.
     """
@@ -95,6 +127,8 @@ def make_records(layout: RecordLayout, directories: Sequence[Path], n_files: int
         hashes.append(xxh3_128_hex(buffer[: layout.n_bytes]))
         for place, directory in enumerate(directories):
             _put_record(directory / record_name(number), buffer, layout.n_bytes, [d / record_name(number) for d in directories[:place]])
+        if on_made is not None:
+            on_made(number + 1)
     return hashes
 
 
@@ -179,6 +213,13 @@ def _manifest(geometry: Geometry, drives: tuple[Drive, ...]) -> Manifest:
         experts=HashList("none", "0" * 32),
         drives=drives,
     )
+
+
+def spine_bytes(geometry: Geometry) -> int:
+    """Return about how much device memory a spine takes."""
+    bytes_of = {"Q8_0": BLOCK_BYTES / BLOCK_SIZE, "shipped": 2.0}
+    tensors = (tensor for tensor in spine_tensors(geometry) if ".indexer." not in tensor.name)
+    return round(sum(math.prod(tensor.shape) * bytes_of.get(tensor.storage, 4.0) for tensor in tensors))
 
 
 def random_spine(geometry: Geometry, device: torch.device, *, seed: int) -> SpineWeights:

@@ -109,7 +109,8 @@ def test_the_table_has_medians_with_ranges_and_the_ratio(paired: Bench) -> None:
 
 def test_the_picture_is_one_and_has_a_bar_for_each_repeat(paired: Bench) -> None:
     texts = [e.text for e in ElementTree.parse(paired.chart).iter("{http://www.w3.org/2000/svg}text")]
-    assert {"A 1", "A 2", "B 1", "B 2", "waiting for drives"} <= set(texts)
+    assert {"A 1", "A 2", "B 1", "B 2", "waiting for drives", "host"} <= set(texts)
+    assert any(text and text.endswith("/experts (tier A)") for text in texts), "the drives over time"
 
 
 def test_other_weights_are_told_by_where_the_texts_part_and_nothing_is_thrown_away(extractions: dict[str, Path], tmp_path: Path) -> None:
@@ -184,6 +185,13 @@ def refused(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
         (["--", "-n", "few"], "would not run with .* -n few"),
         (["--", "--help"], "would not run with .* --help"),
         (["--ids", "1", "--prompt", "x"], "give one of --prompt TEXT, --ids 1,2,3"),
+        (["--", "--stats-json", "/tmp/s.json"], "--stats-json: each run would write over the file of the one before"),
+        (["--", "--heat-out", "/tmp/h.json"], "--heat-out: each run would write over"),
+        (["--synthetic", "tiny"], "exactly one of -m MANIFEST and --synthetic"),
+        (["--dir", "/tmp"], "--dir: without effect with -m"),
+        (["--rows", "1", "--routing", "zipf", "--keep-files"], "--routing, --rows, --keep-files: without effect with -m"),
+        (["--seed", "0", "--warm", "0"], "--warm, --seed: without effect with -m"),
+        (["--", "--prefetch", "3"], "would not run with .* --prefetch 3"),
         (["--out", "/proc/absent/x.json"], "--out .*there is no directory /proc/absent"),
         (["--chart", "/proc"], "--chart /proc: is a directory"),
     ],
@@ -213,14 +221,14 @@ def test_every_named_flag_reaches_generate(extractions: dict[str, Path], monkeyp
     monkeypatch.setattr(bench, "run_krun", run)
     app = typer.Typer()
     app.command()(bench_command)
-    flags = ["--device", "cpu", "--vram-cache", "4slots", "--host-pool", "5slots", "--cold", "-n", "7", "--", "--chunk", "3"]
+    flags = ["--device", "cpu", "--vram-cache", "4slots", "--host-pool", "5slots", "--cold", "-n", "7", "--prefetch", "1", "--", "--chunk", "3"]
     with pytest.raises(ChildError):
         typer.main.get_command(app).main(["-m", str(extractions["tiny-k3.1"]), *flags], standalone_mode=False)
     (arguments,) = begun
     given = [*flags[:6], "--cold", "--chunk", "3", "-n", "7", "--json"]
     assert arguments[0] == "generate" and all(flag in arguments for flag in given)
     pairs = set(pairwise(arguments))
-    assert {("--device", "cpu"), ("--vram-cache", "4slots"), ("--host-pool", "5slots"), ("-n", "7"), ("--chunk", "3")} <= pairs
+    assert {("--device", "cpu"), ("--vram-cache", "4slots"), ("--host-pool", "5slots"), ("-n", "7"), ("--chunk", "3"), ("--prefetch", "1")} <= pairs
     assert "lighthouse" in arguments[arguments.index("--prompt") + 1]
 
 
@@ -233,6 +241,11 @@ def test_a_file_that_is_no_bench_is_refused_before_any_run(
         path.write_bytes(content.encode("latin-1"))
     with pytest.raises(BadInputError, match=f"{path}: "):
         refused(monkeypatch, "-m", extractions["tiny-k3.1"], "--against", path)
+
+
+def test_a_bench_of_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="exactly one of -m MANIFEST and --synthetic"):
+        refused(monkeypatch)
 
 
 def test_a_manifest_that_is_none_is_refused_before_any_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

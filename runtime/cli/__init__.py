@@ -1,28 +1,35 @@
 """krun: one file per command: parse, one library call, print."""
 
+import os
 import sys
 
 import typer
 
 from layout.terminal import run_command
+from manifests.errors import DeviceError
 from runtime.cli.bench import bench_command
 from runtime.cli.doctor import doctor_command
+from runtime.cli.faults import with_faults_told
 from runtime.cli.generate import generate_command
 from runtime.cli.score import score_command
+from runtime.cli.serve import serve_command
 from runtime.cli.uploads import uploads_command
-
-# The main thread waits for reader threads; with the default 5 ms it would learn of a finished read 5 ms late whenever it is at work itself.
-SWITCH_INTERVAL_S = 2e-4
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Run a model that kprep prepared.")
 app.command("doctor")(doctor_command)
-app.command("generate")(generate_command)
-app.command("score")(score_command)
-app.command("bench")(bench_command)
+app.command("generate")(with_faults_told(generate_command))
+app.command("score")(with_faults_told(score_command))
+app.command("serve")(with_faults_told(serve_command))
+app.command("bench")(with_faults_told(bench_command))
 app.command("uploads", hidden=True)(uploads_command)
 
 
 def main() -> None:
     """Run krun and exit with the code of its outcome."""
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    sys.exit(run_command(app, name="krun"))
+    code = run_command(app, name="krun")
+    if code == DeviceError.exit_code:
+        # A GPU that has failed fails again while Python puts away what lies on it: with its own text, and a signal instead of the code.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

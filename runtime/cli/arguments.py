@@ -1,9 +1,15 @@
-"""Flags that several of krun's commands share."""
+"""Flags that several of krun's commands share, and what is true of flags before any work."""
 
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from manifests.errors import UsageError
+from manifests.manifest import TIERS
+from runtime.tensor_files import check_writable
 
 ManifestOption = Annotated[Path, typer.Option("-m", "--manifest", metavar="MANIFEST", help="manifest.yaml, or the directory that holds it.")]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu or cuda; without it cuda where there is one.")]
@@ -11,3 +17,34 @@ VERIFY_EVERY = 16
 VRAM_OPTION = typer.Option(metavar="SIZE", help="Records kept on the device: 27.5GB, 512MB, 16slots, or auto.")
 HOST_OPTION = typer.Option(metavar="SIZE", help="Records kept in host memory, on their way and after: a size, or auto.")
 VERIFY_OPTION = typer.Option(metavar="N", min=0, help="Check the hash of every Nth record that is read; 0 for none.")
+PREFETCH_OPTION = typer.Option(metavar="N", min=0, max=2, help="Experts of each layer to guess and read in the time that drives have to spare.")
+TIER_CAP_OPTION = typer.Option("--tier-cap", metavar="C=2", help="Most requests in flight on all drives of a tier together; may be repeated.")
+
+
+def parse_tier_caps(texts: Sequence[str] | None) -> dict[str, int]:
+    """Read `C=2` and the like: tier to requests in flight. Raises UsageError."""
+    caps: dict[str, int] = {}
+    for text in texts or ():
+        tier, _, number = text.partition("=")
+        if len(tier) != 1 or tier not in TIERS or not number.isdecimal() or not 1 <= int(number) <= 1024:
+            raise UsageError(f"--tier-cap {text}: expected a tier, {', '.join(TIERS)}, and a number of requests from 1 to 1024, such as C=2")
+        if tier in caps:
+            raise UsageError(f"--tier-cap {text}: tier {tier} has one already; give each tier once")
+        caps[tier] = int(number)
+    return caps
+
+
+def check_outputs(paths: Mapping[str, Path | None]) -> None:
+    """Raise UsageError if a file that a flag names cannot be made, or if two flags name the same: known before the work, not after it."""
+    seen: dict[Path, str] = {}
+    for flag, path in paths.items():
+        if path is None:
+            continue
+        check_writable(path, flag=flag)
+        try:
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+        except OSError as error:
+            raise UsageError(f"{flag} {path}: no file can be made in {path.parent}: {error.strerror}; name another place") from None
+        if (other := seen.setdefault(path.resolve(), flag)) != flag:
+            raise UsageError(f"{other} and {flag} both name {path}: give each a file of its own")

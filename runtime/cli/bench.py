@@ -1,4 +1,7 @@
-"""krun bench: the same run several times, each in a process of its own; a table to stdout, one line per run to stderr."""
+"""krun bench: the same run several times, each in a process of its own; a table to stdout, one line per run to stderr.
+
+With --synthetic it is one run without a model's weights, which bench_synthetic.py makes.
+"""
 
 import contextlib
 import functools
@@ -29,44 +32,96 @@ from runtime.bench import (
     time_bar,
 )
 from runtime.chart import bench_chart
-from runtime.cli.arguments import HOST_OPTION, VRAM_OPTION, DeviceOption, ManifestOption
+from runtime.cli.arguments import HOST_OPTION, PREFETCH_OPTION, VRAM_OPTION, DeviceOption, check_outputs
+from runtime.cli.bench_synthetic import DEFAULT_FILES, DEFAULT_ROUTING, DEFAULT_TOKENS, Asked, bench_synthetic
 from runtime.cli.generate import generate_command
 from runtime.document import Configuration, device_facts, manifest_facts, stats_document
-from runtime.tensor_files import check_writable
 
 DEFAULT_PROMPT = "A lighthouse keeper finds a letter in a bottle. Tell the story."
+DEFAULT_RUN_TOKENS = 128
 _THIS, _OTHER, _AGAINST = "A", "B", "other "
+# By the parameters' names: what has a meaning in one of the two modes only.
+_RUN_ONLY = ("manifest", "prompt", "ids", "repeat", "cold", "pair", "against", "flags")
+_SYNTHETIC_ONLY = ("directories", "expert_files", "routing", "warm", "rows", "seed", "keep_files")
 
 
 def bench_command(
-    manifest: ManifestOption,
+    context: typer.Context,
+    manifest: Annotated[Path | None, typer.Option("-m", "--manifest", metavar="MANIFEST", help="Time runs of a prepared model.")] = None,
+    synthetic: Annotated[str | None, typer.Option(metavar="GEOMETRY", help="Time a geometry without weights: k3.1, k3, tiny, or a file.")] = None,
     prompt: Annotated[str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="The prompt; without one, a short one of our own.")] = None,
     ids: Annotated[str | None, typer.Option(metavar="1,2,3", help="The prompt as token numbers.")] = None,
     repeat: Annotated[int, typer.Option(min=1, help="Runs of each configuration.")] = 3,
-    n_tokens: Annotated[int, typer.Option("-n", "--n-tokens", min=1, help="Most tokens to generate.")] = 128,
+    n_tokens: Annotated[
+        int | None, typer.Option("-n", "--n-tokens", min=1, help=f"Most tokens: {DEFAULT_RUN_TOKENS}; steps with --synthetic: {DEFAULT_TOKENS}.")
+    ] = None,
     device: DeviceOption = None,
     vram_cache: Annotated[str | None, VRAM_OPTION] = None,
     host_pool: Annotated[str | None, HOST_OPTION] = None,
+    prefetch: Annotated[int | None, PREFETCH_OPTION] = None,
     cold: Annotated[bool, typer.Option("--cold", help="As krun generate has it.")] = False,
     pair: Annotated[str | None, typer.Option(metavar="FLAGS", help="A second configuration: these flags on top; runs alternate A B B A.")] = None,
     against: Annotated[Path | None, typer.Option(metavar="OTHER.json", help="A document of before, whose ids must be equal too.")] = None,
+    directories: Annotated[
+        list[str] | None, typer.Option("--dir", metavar="DIR[:GB_PER_S][@SHARE]", help="With --synthetic: stands for a drive, slowed to a rate.")
+    ] = None,
+    expert_files: Annotated[int, typer.Option(min=1, help="With --synthetic: record files in each directory.")] = DEFAULT_FILES,
+    routing: Annotated[
+        str, typer.Option(metavar="KIND", help="With --synthetic: uniform, zipf, zipf:EXPONENT, among:N or trace:FILE.")
+    ] = DEFAULT_ROUTING,
+    warm: Annotated[int, typer.Option(min=0, help="With --synthetic: steps before those that are counted.")] = 2,
+    rows: Annotated[int, typer.Option(min=1, max=16, help="With --synthetic: tokens of one step.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="With --synthetic: of spine, records and routing.")] = 0,
+    keep_files: Annotated[bool, typer.Option("--keep-files", help="With --synthetic: leave the record files for the next run.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="F.json", help="Where the whole document goes.")] = None,
     chart: Annotated[Path | None, typer.Option(metavar="F.svg", help="Where a picture goes: drives over time, and a token's time.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the document instead of the table.")] = False,
     flags: Annotated[list[str] | None, typer.Argument(metavar="[-- FLAGS]", help="Further flags of krun generate, for every run.")] = None,
 ) -> None:
-    """Time a run: fresh processes, every repeat kept, medians with ranges, and no comparison of unequal texts."""
-    for path, flag in ((out, "--out"), (chart, "--chart")):
-        if path is not None:
-            check_writable(path, flag=flag)
-    named = {"--prompt": prompt, "--ids": ids, "-n": n_tokens, "--device": device, "--vram-cache": vram_cache, "--host-pool": host_pool}
+    """Time a run: fresh processes, every repeat kept, medians with ranges, and no comparison of unequal texts.
+
+    With --synthetic: time the engine at a geometry without its weights, on directories that stand for drives.
+    """
+    if (manifest is None) == (synthetic is None):
+        raise UsageError("give exactly one of -m MANIFEST and --synthetic GEOMETRY")
+    _refuse_idle(context, _SYNTHETIC_ONLY if synthetic is None else _RUN_ONLY, mode="-m" if synthetic is None else "--synthetic")
+    check_outputs({"--out": out, "--chart": chart})
+    if synthetic is not None:
+        n_steps = DEFAULT_TOKENS if n_tokens is None else n_tokens
+        asked = Asked(
+            synthetic, directories or [], expert_files, routing, n_steps, warm, rows, vram_cache, host_pool, prefetch or 0, device, seed, keep_files
+        )
+        bench_synthetic(asked, out=out, chart=chart, as_json=as_json)
+        return
+    assert manifest is not None
+    named = {"--prompt": prompt, "--ids": ids, "-n": n_tokens or DEFAULT_RUN_TOKENS, "--device": device}
+    named |= {"--vram-cache": vram_cache, "--host-pool": host_pool, "--prefetch": prefetch}
     arguments = ["-m", str(manifest), *(part for flag, value in named.items() if value is not None for part in (flag, str(value)))]
     variants = _variants([*arguments, *(["--cold"] if cold else []), *(flags or [])], pair)
+    _bench_runs(manifest, variants, repeat, against=against, out=out, chart=chart, as_json=as_json)
+
+
+def _refuse_idle(context: typer.Context, names: tuple[str, ...], *, mode: str) -> None:
+    """Raise UsageError if a flag was given that would do nothing."""
+    given = [p for p in context.command.params if p.name in names and _is_given(context, p.name)]
+    if given:
+        called = ", ".join("-- FLAGS" if p.name == "flags" else max(p.opts, key=len) for p in given)
+        raise UsageError(f"{called}: without effect with {mode}; leave it out")
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE" and context.params[name] not in (None, [], ())
+
+
+def _bench_runs(
+    manifest: Path, variants: list[Variant], n_repeats: int, *, against: Path | None, out: Path | None, chart: Path | None, as_json: bool
+) -> None:
     other = None if against is None else read_bench(against)
     path = manifest / "manifest.yaml" if manifest.is_dir() else manifest
     facts = manifest_facts(path, load_manifest(path))
 
-    repeats, fault = _run(variants, repeat)
+    repeats, fault = _run(variants, n_repeats)
     if fault is None:
         fault = _unequal(repeats, other, against)
     document = _document(variants, repeats, facts, fault)
@@ -103,6 +158,9 @@ def _variant(name: str, arguments: list[str]) -> Variant:
     n_prompts = sum(values[key] is not None for key in ("prompt", "ids", "prompt_file"))
     if n_prompts > 1:
         raise UsageError("give one of --prompt TEXT, --ids 1,2,3 and -- --prompt-file F, or none")
+    if written := [flag for flag in ("stats_json", "heat_out", "trace_out") if values[flag] is not None]:
+        flag = f"--{written[0].replace('_', '-')}"
+        raise UsageError(f"{flag}: each run would write over the file of the one before; use --out, or {flag} with krun generate")
     if not n_prompts:
         arguments = [*arguments, "--prompt", DEFAULT_PROMPT]
     if values["temp"] > 0 and values["seed"] is None:

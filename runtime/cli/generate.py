@@ -2,18 +2,37 @@
 
 import json
 import os
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from layout.terminal import note, say, write_text
+from layout.writer import write_bytes
 from manifests.errors import BadInputError, UsageError
-from runtime.cli.arguments import HOST_OPTION, VERIFY_EVERY, VERIFY_OPTION, VRAM_OPTION, DeviceOption, ManifestOption
-from runtime.engine import DEFAULT_CHUNK, Engine, Options
+from runtime.cli.arguments import (
+    HOST_OPTION,
+    PREFETCH_OPTION,
+    TIER_CAP_OPTION,
+    VERIFY_EVERY,
+    VERIFY_OPTION,
+    VRAM_OPTION,
+    DeviceOption,
+    ManifestOption,
+    check_outputs,
+    parse_tier_caps,
+)
+from runtime.cli.live import LiveLine, can_show_live
+from runtime.document import Configuration, device_facts, manifest_facts, repeat_facts, stats_document
+from runtime.engine import DEFAULT_CHUNK, Engine, Options, check_ids, choose_device, context_limit, open_model
+from runtime.heat import RoutingLog, write_heat
+from runtime.live import live_line
 from runtime.memory import AUTO
 from runtime.report import statistics, statistics_lines
+from runtime.routing import write_trace
 from runtime.sampler import Sampler
 from runtime.tensor_files import parse_ids
 from runtime.tokens import TextStream, Tokenizer, load_tokenizer
@@ -36,29 +55,66 @@ def generate_command(
     exact_prefill: Annotated[bool, typer.Option("--exact-prefill", help="Use the decode arithmetic in the prompt pass too.")] = False,
     cold: Annotated[bool, typer.Option("--cold", help="Drop cached file pages first, and both caches after the prompt pass.")] = False,
     verify_reads: Annotated[int, VERIFY_OPTION] = VERIFY_EVERY,
+    prefetch: Annotated[int, PREFETCH_OPTION] = 0,
+    tier_cap: Annotated[list[str] | None, TIER_CAP_OPTION] = None,
+    require_direct: Annotated[bool, typer.Option("--require-direct", help="Fail rather than read experts through the page cache.")] = False,
+    stats_json: Annotated[Path | None, typer.Option(metavar="F.json", help="Where the whole document with statistics goes.")] = None,
+    heat_out: Annotated[Path | None, typer.Option(metavar="F.json", help="Where goes how often each expert was used: kprep place --heat.")] = None,
+    trace_out: Annotated[Path | None, typer.Option(metavar="F.safetensors", help="Where each token's experts go: bench --routing trace:F.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document with ids, text and statistics.")] = False,
 ) -> None:
     """Continue a prompt."""
     sampler = Sampler(temp, top_p, seed)
-    options = Options(device, vram_cache, host_pool, context, chunk, exact_prefill, cold, verify_reads)
+    options = Options(
+        device, vram_cache, host_pool, context, chunk, exact_prefill, cold, verify_reads, prefetch, parse_tier_caps(tier_cap), require_direct
+    )
     read_prompt = _prompt_reader(prompt, ids, prompt_file)
-    with Engine(manifest, options, on_remark=note) as engine:
-        tokenizer = load_tokenizer(engine.prepared.tokenizer_directory, vocab_size=engine.geometry.vocab_size)
-        prompt_ids = read_prompt(tokenizer)
-        for line in engine.effective():
+    check_outputs({"--stats-json": stats_json, "--heat-out": heat_out, "--trace-out": trace_out})
+    choose_device(device)
+    prepared = open_model(manifest)
+    tokenizer = load_tokenizer(prepared.tokenizer_directory, vocab_size=prepared.geometry.vocab_size)
+    prompt_ids = read_prompt(tokenizer)
+    check_ids(prompt_ids, prepared.geometry, context_limit(prepared.geometry, context))
+    log = RoutingLog(prepared.geometry) if heat_out or trace_out else None
+    live = LiveLine(is_shown=can_show_live(is_text_on_stdout=not as_json))
+    with Engine(prepared, options, on_remark=live.note, routing_log=log) as engine:
+        drawn = f"temperature {temp}, top-p {top_p}, seed {sampler.seed}" if temp > 0 else "the likeliest token each time"
+        effective = [*engine.effective(), f"at most {n_tokens} tokens; {drawn}"]
+        for line in effective:
             note(line)
-        if temp > 0:
-            note(f"temperature {temp}, top-p {top_p}, seed {sampler.seed}")
-        document = _generate(engine, tokenizer, prompt_ids, n_tokens, sampler, is_quiet=as_json)
+        document = _generate(engine, tokenizer, prompt_ids, n_tokens, sampler, live, is_quiet=as_json)
+        facts = device_facts(engine.device)
     if as_json:
         say(json.dumps(document, ensure_ascii=False))
-        return
-    write_text("\n")
-    for line in [f"{len(document['ids'])} tokens, ended by {document['finish']}", *statistics_lines(document["stats"])]:
-        note(line)
+    else:
+        write_text("\n")
+        for line in [f"{len(document['ids'])} tokens, ended by {document['finish']}", *statistics_lines(document["stats"])]:
+            note(line)
+    if stats_json is not None:
+        command = ["krun", *sys.argv[1:]]
+        whole = stats_document(
+            command=command,
+            configurations={"A": Configuration(command, effective)},
+            manifest=manifest_facts(prepared.path, prepared.manifest),
+            device=facts,
+            repeats=[repeat_facts(document, configuration="A", repeat=1)],
+        )
+        write_bytes(stats_json, json.dumps(whole, ensure_ascii=False, indent=1).encode())
+    if log is not None:
+        _write_log(log, heat_out, trace_out, prepared.manifest.source.digest)
 
 
-def _prompt_reader(prompt: str | None, ids: str | None, prompt_file: Path | None) -> Any:
+def _write_log(log: RoutingLog, heat_out: Path | None, trace_out: Path | None, model: str) -> None:
+    if heat_out is not None:
+        write_heat(heat_out, log.heat())
+        note(f"{heat_out}: uses of {int((log.heat() > 0).sum())} experts")
+    if trace_out is not None:
+        trace = log.trace()
+        write_trace(trace_out, trace, {"model": model})
+        note(f"{trace_out}: the experts of {len(trace)} tokens")
+
+
+def _prompt_reader(prompt: str | None, ids: str | None, prompt_file: Path | None) -> Callable[[Tokenizer], list[int]]:
     """Return how to get the prompt's ids from a tokenizer. Raises UsageError unless exactly one prompt is given."""
     if sum(given is not None for given in (prompt, ids, prompt_file)) != 1:
         raise UsageError("give exactly one of -p TEXT, --ids 1,2,3 and --prompt-file F")
@@ -72,22 +128,43 @@ def _prompt_reader(prompt: str | None, ids: str | None, prompt_file: Path | None
             raise BadInputError(f"--prompt-file {prompt_file}: cannot be read: {error.strerror}") from None
         except UnicodeDecodeError as error:
             raise BadInputError(f"--prompt-file {prompt_file}: is not UTF-8 at byte {error.start}") from None
-    return lambda tokenizer: tokenizer.encode(prompt)
+    assert prompt is not None
+    text = prompt
+    return lambda tokenizer: tokenizer.encode(text)
 
 
-def _generate(engine: Engine, tokenizer: Tokenizer, prompt_ids: list[int], n_tokens: int, sampler: Sampler, *, is_quiet: bool) -> dict[str, Any]:
-    stream, new_ids, text, finish = TextStream(tokenizer), [], "", None
-    for step in engine.generate(prompt_ids, n_tokens=n_tokens, sampler=sampler):
-        new_ids.append(step.token)
-        finish = step.finish
-        piece = stream.push(step.token) if finish != "end" else ""
-        piece += stream.finish() if finish else ""
-        text += piece
-        if not is_quiet:
-            write_text(piece)
+def _generate(
+    engine: Engine, tokenizer: Tokenizer, prompt_ids: list[int], n_tokens: int, sampler: Sampler, live: LiveLine, *, is_quiet: bool
+) -> dict[str, Any]:
+    stream, new_ids, text, finish = TextStream(tokenizer), list[int](), "", None
+    try:
+        for step in engine.generate(prompt_ids, n_tokens=n_tokens, sampler=sampler):
+            new_ids.append(step.token)
+            finish = step.finish
+            piece = stream.push(step.token) if finish != "end" else ""
+            piece += stream.finish() if finish else ""
+            text += piece
+            if not is_quiet:
+                write_text(piece)
+            live.show(_live_text(engine, len(new_ids)))
+    finally:
+        live.end()
     flat_out = engine.flat_out_bytes_per_s() if engine.decode_counts.read_bytes else None
     stats = statistics(engine, n_generated=len(new_ids), process_wall_s=_process_wall_s(), flat_out=flat_out)
     return {"ids": new_ids, "prompt_ids": prompt_ids, "text": text, "finish": finish, "seed": sampler.seed, "stats": stats}
+
+
+def _live_text(engine: Engine, n_tokens: int) -> str:
+    counts, timing = engine.decode_counts, engine.timing
+    assert timing.token_times
+    return live_line(
+        n_tokens=n_tokens,
+        seconds=timing.token_times[-1] - timing.prompt_ended,
+        read_bytes=counts.read_bytes,
+        n_device_hits=counts.n_device_hits,
+        n_host_hits=counts.n_host_hits,
+        n_reads=counts.n_records,
+    )
 
 
 def _process_wall_s() -> float:

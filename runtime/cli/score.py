@@ -10,12 +10,13 @@ from layout.checkpoint import open_checkpoint
 from layout.config import K31
 from layout.terminal import note, say
 from manifests.errors import UsageError
-from runtime.cli.arguments import HOST_OPTION, VERIFY_EVERY, VERIFY_OPTION, VRAM_OPTION, DeviceOption
+from runtime.cli.arguments import HOST_OPTION, VERIFY_EVERY, VERIFY_OPTION, VRAM_OPTION, DeviceOption, check_outputs
 from runtime.comparison import compare_logits
-from runtime.engine import Engine, Options, check_ids, choose_device, context_limit, open_checkpoint_model, score_with
+from runtime.engine import Engine, Options, check_ids, choose_device, context_limit, open_checkpoint_model, open_model, score_with
 from runtime.kernels.rows import Arithmetic
 from runtime.memory import AUTO
-from runtime.tensor_files import check_writable, read_ids, read_logits, same_shape, write_logits
+from runtime.start import checked_kernels
+from runtime.tensor_files import read_ids, read_logits, same_shape, write_logits
 
 
 def score_command(
@@ -43,14 +44,16 @@ def score_command(
         raise UsageError("give --out, --against, or both: else the logits would go nowhere")
     if arithmetic not in [a.value for a in Arithmetic]:
         raise UsageError(f"--arithmetic {arithmetic}: expected {' or '.join(a.value for a in Arithmetic)}")
-    if out is not None:
-        check_writable(out)
+    check_outputs({"--out": out})
     text = read_ids(ids_file, key)
     other = None if against is None else read_logits(against)
     kind = Arithmetic(arithmetic)
     if manifest is not None:
         options = Options(device, vram_cache or AUTO, host_pool or AUTO, context, verify_reads=VERIFY_EVERY if verify_reads is None else verify_reads)
-        with Engine(manifest, options, on_remark=note) as engine:
+        choose_device(device)
+        prepared = open_model(manifest)
+        check_ids(text, prepared.geometry, context_limit(prepared.geometry, context))
+        with Engine(prepared, options, on_remark=note) as engine:
             pieces = "in one piece" if chunk is None else f"in pieces of {chunk}"
             for line in engine.effective(f"{arithmetic} arithmetic, the text {pieces}"):
                 note(line)
@@ -86,6 +89,7 @@ def _score_checkpoint(
     check_ids(text, source.geometry, context_limit(source.geometry, context))
     where = choose_device(device)
     note(f"device {where}, unquantised weights of {directory}, read {source.read_mode}")
+    note(f"kernels: {checked_kernels(where, note)}")
     if source.facts.architecture == K31:
         note("the indexer is not evaluated: attention is dense, which is exact within this context")
     logits = score_with(open_checkpoint_model(source, where), text, arithmetic=kind, chunk=chunk)
