@@ -1,7 +1,8 @@
 """Which record is in which slot, and who leaves. No bytes here, only numbers.
 
-Two kinds of entry: what decode used, and what only a prompt pass brought in. A prompt pass must not wash out what decode needs, so its fills take
-free slots and each other's. Among the entries of decode the least recently used leaves; the host pool has a rule of its own.
+Two kinds of entry: what decode used, and fills, which only a prompt pass or too few rows of a block brought in. They must not wash out what decode
+needs: fills leave first, the oldest of them first, and a prompt pass takes free slots and theirs. Among the entries of decode the least recently
+used leaves; the host pool has a rule of its own.
 """
 
 import math
@@ -43,30 +44,35 @@ class SlotCache:
     def n_pinned(self) -> int:
         return len(self._pinned)
 
-    def find(self, key: ExpertKey, *, is_prompt: bool = False) -> int | None:
+    def find(self, key: ExpertKey, *, is_prompt: bool = False, is_passing: bool = False) -> int | None:
         """Return the slot of an expert and count this as its latest use; None if it has none.
 
-        A use by decode makes a prompt's fill one of decode's; a use by a prompt does not refresh what decode holds.
+        is_passing  whether too few rows of a block use it for more to be expected
+
+        A use by decode makes a fill one of decode's; a use by a prompt, or in passing, does not refresh what decode holds.
         """
         slot = self._decode.get(key)
         if slot is not None:
-            if not is_prompt:
+            if not (is_prompt or is_passing):
                 self._decode.move_to_end(key)
             return slot
         slot = self._prompt.get(key)
         if slot is not None:
-            if is_prompt:
+            if is_prompt or is_passing:
                 self._prompt.move_to_end(key)
             else:
                 self._decode[key] = self._prompt.pop(key)
         return slot
 
-    def take(self, key: ExpertKey, *, is_prompt: bool = False) -> int | None:
-        """Give an expert a slot, pinned, evicting another if need be; None if none may be."""
+    def take(self, key: ExpertKey, *, is_prompt: bool = False, is_passing: bool = False) -> int | None:
+        """Give an expert a slot, pinned, evicting another if need be; None if none may be.
+
+        In passing it may evict whatever decode may, and is a fill itself.
+        """
         assert key not in self
         slot = self._free.pop() if self._free else self._evict(is_prompt)
         if slot is not None:
-            (self._prompt if is_prompt else self._decode)[key] = slot
+            (self._prompt if is_prompt or is_passing else self._decode)[key] = slot
             self._pinned.add(key)
         return slot
 
@@ -173,9 +179,9 @@ class HostPool(SlotCache):
             victim = min(islice((key for key in self._decode if key not in self._pinned), self._N_COMPARED), key=score, default=None)
         return victim
 
-    def take(self, key: ExpertKey, *, is_prompt: bool = False) -> int | None:
+    def take(self, key: ExpertKey, *, is_prompt: bool = False, is_passing: bool = False) -> int | None:
         self._lacked.setdefault(key, -math.inf)
-        return super().take(key, is_prompt=is_prompt)
+        return super().take(key, is_prompt=is_prompt, is_passing=is_passing)
 
     def _remove(self, key: ExpertKey) -> int:
         self._leaving.pop(key, None)

@@ -2,11 +2,12 @@
 
 The same mathematics as model.py, written for speed: weights that take the same input are one product, small operations are fused, and each
 layer is two pieces of work that a GPU replays as graphs. Between them the host learns which experts were chosen and brings those that are
-missing; meanwhile the device is busy with the ones that it has. A row's bits do not depend on how many rows there are.
+missing; meanwhile the device is busy with the ones that it has. A row's bits do not depend on how many rows there are. A block's last rows can
+be forgotten again.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -26,8 +27,11 @@ from runtime.kernels.router import combine_and_norm, route
 from runtime.kernels.rows import TILE_ROWS
 from runtime.kernels.situ import situ_halves
 from runtime.segments import Moment, Segment
-from runtime.state import FixedState, KdaState, MlaState, State
+from runtime.state import FixedState, KdaState, MlaState, Rewind, State, kda_input_sizes
 from runtime.weights import SpineWeights
+
+# In a block of so many rows an expert must be used by so many of them to count as recently used. In shorter ones most are used by one row.
+LEAST_RETAINING_ROWS, LEAST_USES_TO_STAY = 4, 2
 
 
 class DeviceRecords(Protocol):
@@ -41,8 +45,11 @@ class DeviceRecords(Protocol):
         """Return where each of a layer's experts lies on the device now, int64 [n_experts]; 0 where it does not."""
         ...
 
-    def fetch_groups(self, layer: int, experts: Sequence[int]) -> Iterable[list[tuple[int, int]]]:
-        """Yield every expert once, as (expert, slot), in groups as they arrive; a group stays where it is until the next is asked for."""
+    def fetch_groups(self, layer: int, experts: Sequence[int], *, passing: Collection[int] = ()) -> Iterable[list[tuple[int, int]]]:
+        """Yield every expert once, as (expert, slot), in groups as they arrive; a group stays where it is until the next is asked for.
+
+        passing  those of them that need not stay afterwards
+        """
         ...
 
     def prefetch(self, layer: int, experts: Sequence[int]) -> None:
@@ -85,7 +92,11 @@ class Decoder:
         # Where each expert lies, as the device knows it. The host's rows are pinned, so that a copy does not wait.
         self.known = torch.zeros(shape, dtype=torch.int64, device=self.device)
         self._known_host = torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda)
-        self._blocks: dict[int, _Block] = {}
+        self._blocks: dict[tuple[int, bool], _Block] = {}
+        # For blocks that can be cut: made with the first of them.
+        self._rewind: Rewind | None = None
+        self._replays: dict[int, Segment] = {}
+        self._cut_from, self._is_cuttable = 0, False
         self._pool = torch.cuda.graph_pool_handle() if is_cuda else None
         self._stream = torch.cuda.Stream(self.device) if is_cuda else None
         self._n_prefetch, self._former = n_prefetch, dict[int, list[int]]()
@@ -94,27 +105,39 @@ class Decoder:
 
     def begin(self, state: State) -> None:
         """Go on from a state of one text."""
+        self._is_cuttable = False
         self.state.load(state)
 
-    def capture(self, n_rows: int) -> "_Block":
-        """Return the buffers and work of n_rows rows, made at the first call: on CUDA that takes about a second."""
-        if n_rows not in self._blocks:
+    def capture(self, n_rows: int, *, can_cut: bool = False) -> "_Block":
+        """Return the buffers and work of n_rows rows, made at the first call: on CUDA that takes about a second.
+
+        can_cut  whether `keep` may follow a step of them; one row can always be kept
+        """
+        key = (n_rows, can_cut and n_rows > 1)
+        if key not in self._blocks:
+            if key[1] and self._rewind is None:
+                self._rewind = Rewind.empty(self.geometry, TILE_ROWS, self.device)
             # Capturing runs the work: the text's state is put aside.
             saved = self.state.copied()
-            block = _Block(self, n_rows)
+            block = _Block(self, n_rows, self._rewind if key[1] else None)
             for segment in block.segments():
                 segment.capture(self._pool, self._stream)
-            self._blocks[n_rows] = block
+            self._blocks[key] = block
             self.state.load(saved)
-        return self._blocks[n_rows]
+        return self._blocks[key]
 
-    def step(self, ids: Sequence[int]) -> Tensor:
+    def step(self, ids: Sequence[int], *, can_cut: bool = False) -> Tensor:
         """Run the next tokens of the text; return their logits, float32 [tokens, vocabulary], valid until the next step.
+
+        can_cut  whether `keep` may follow: several rows then cost a copy of the KDA layers' state
 
         Raises DamagedDataError if an expert cannot be had from any copy.
         """
         assert 1 <= len(ids) <= TILE_ROWS
-        block, first = self.capture(len(ids)), self.geometry.n_dense_layers
+        block, first = self.capture(len(ids), can_cut=can_cut), self.geometry.n_dense_layers
+        self._cut_from = self.state.n_tokens
+        if block.rewind is not None:
+            block.rewind.save(self.state)
         block.begin(ids)
         for layer in self.geometry.moe_layers:
             sent = self._send_known(layer)
@@ -129,7 +152,37 @@ class Decoder:
             self._bring(block, layer, sent)
         block.finish.run()
         self.state.set_n_tokens(self.state.n_tokens + len(ids))
+        self._is_cuttable = block.rewind is not None
         return block.logits[0]
+
+    def keep(self, n_rows: int) -> None:
+        """Forget the rows of the last step after its first n_rows: the state has the bits as if only these had been run.
+
+        Needs a step with `can_cut`, and no other state since. The logits stay. What is left may be cut again.
+        """
+        assert 1 <= n_rows <= self.state.n_tokens - self._cut_from
+        if n_rows == self.state.n_tokens - self._cut_from:
+            return
+        assert self._is_cuttable, "the last step was not one that can be cut"
+        if n_rows not in self._replays:
+            # Capturing runs the work, which does no harm: it begins by putting the former state back.
+            segment = Segment(partial(self._replay, n_rows), self.device)
+            segment.capture(self._pool, self._stream)
+            self._replays[n_rows] = segment
+        self._replays[n_rows].run()
+        self.state.set_n_tokens(self._cut_from + n_rows)
+
+    @property
+    def rewind_bytes(self) -> int:
+        """Return the device memory that cutting takes, 0 until a block that can be cut was captured."""
+        return self._rewind.n_bytes if self._rewind is not None else 0
+
+    def _replay(self, n_rows: int) -> None:
+        """Run the KDA recurrences of the last block again, for its first rows only."""
+        assert self._rewind is not None
+        self._rewind.restore(self.state)
+        for layer, (products, z) in self._rewind.inputs.items():
+            _kda_step(self.geometry, self.weights, self.state, layer, products[:, :n_rows], z[:, :n_rows])
 
     def device_seconds(self, n_rows: int, n_repeats: int) -> float:
         """Return the seconds of a step in which the device never waits for the host: every expert is at hand, and nothing is fetched.
@@ -168,8 +221,13 @@ class Decoder:
         """Have the chosen experts computed that the device did not have when the layer began."""
         chosen = block.chosen_host[layer - self.geometry.n_dense_layers].numpy()[0]
         start, n_staged = time.perf_counter(), 0
-        experts = chosen[0].tolist() if len(chosen) == 1 else np.unique(chosen).tolist()
-        for group in self.records.fetch_groups(layer, experts):
+        experts, passing = chosen[0].tolist(), list[int]()
+        if len(chosen) > 1:
+            numbers, n_uses = np.unique(chosen, return_counts=True)
+            experts = numbers.tolist()
+            if len(chosen) >= LEAST_RETAINING_ROWS:
+                passing = numbers[n_uses < LEAST_USES_TO_STAY].tolist()
+        for group in self.records.fetch_groups(layer, experts, passing=passing):
             missing = [(expert, slot) for expert, slot in group if not sent[expert]]
             if missing:
                 block.run_missing(layer, chosen, missing, n_staged)
@@ -182,10 +240,10 @@ class Decoder:
 class _Block:
     """The buffers and the work of one number of rows; tensors are [1, rows, ...]."""
 
-    def __init__(self, decoder: Decoder, n_rows: int) -> None:
+    def __init__(self, decoder: Decoder, n_rows: int, rewind: Rewind | None) -> None:
         g, device = decoder.geometry, decoder.device
         self._g, self._weights, self._layout, self._records = g, decoder.weights, decoder.layout, decoder.records
-        self._state, self._known, self._routing = decoder.state, decoder.known, decoder.routing
+        self._state, self._known, self._routing, self.rewind = decoder.state, decoder.known, decoder.routing, rewind
         k, n_pairs, n_moe, is_cuda = g.n_experts_per_token, n_rows * g.n_experts_per_token, len(g.moe_layers), device.type == "cuda"
 
         def floats(*shape: int) -> Tensor:
@@ -295,14 +353,12 @@ class _Block:
         return mix_and_norm(bank, self.h, scores, gain, eps=eps, is_tiled=True)[1]
 
     def _kda(self, layer: int, x: Tensor) -> Tensor:
-        g, size, state = self._g, self._g.kda_size, self._state.layers[layer]
-        assert isinstance(state, KdaState)
-        u, gate, low, beta = self._product(layer, "attn_in", x).split([3 * size, size, g.kda_head_dim, g.kda_n_heads], dim=-1)
-        o = kda_decode_(
-            u, self._product(layer, "ssm_f_b", low), beta, state.conv, state.memory,
-            kernel=self._vector(layer, "ssm_conv1d"), dt_bias=self._vector(layer, "ssm_dt.bias"), a_log=self._vector(layer, "ssm_a"),
-            lower_bound=g.kda_gate_lower_bound,
-        )  # fmt: skip
+        g, products = self._g, self._product(layer, "attn_in", x)
+        _, gate, low, _ = products.split(kda_input_sizes(g), dim=-1)
+        z = self._product(layer, "ssm_f_b", low)
+        if self.rewind is not None:
+            self.rewind.keep_inputs(layer, products, z)
+        o = _kda_step(g, self._weights, self._state, layer, products, z)
         gate = gate.unflatten(-1, (g.kda_n_heads, -1))
         o = rms_norm_gated(o, self._vector(layer, "ssm_norm.weight"), gate, eps=g.rms_norm_eps, is_tiled=True)
         return self._product(layer, "attn_output", o.flatten(-2))
@@ -338,3 +394,16 @@ class _Block:
 
     def _vector(self, layer: int, name: str) -> Tensor:
         return self._weights.vector(f"blk.{layer}.{name}")
+
+
+def _kda_step(g: Geometry, weights: SpineWeights, state: FixedState, layer: int, products: Tensor, z: Tensor) -> Tensor:
+    """Return a KDA layer's outputs [1, rows, heads, value size], and take the rows into its state.
+
+    products  [1, rows, ...], of `attn_in`
+    z         [1, rows, kda_size], of `ssm_f_b`
+    """
+    (u, *_, beta), kda = products.split(kda_input_sizes(g), dim=-1), state.layers[layer]
+    assert isinstance(kda, KdaState)
+    kernel, dt_bias, a_log = (weights.vector(f"blk.{layer}.{name}") for name in ("ssm_conv1d", "ssm_dt.bias", "ssm_a"))
+    bound = g.kda_gate_lower_bound
+    return kda_decode_(u, z, beta, kda.conv, kda.memory, kernel=kernel, dt_bias=dt_bias, a_log=a_log, lower_bound=bound)

@@ -2,7 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -24,10 +25,13 @@ from runtime.flat_out import Source, flat_out_bytes_per_s
 from runtime.heat import LoggedExperts, RoutingLog
 from runtime.kernels.rows import TILE_ROWS, Arithmetic, forbid_tf32
 from runtime.memory import AUTO
-from runtime.model import Model
+from runtime.model import Model, PlainDecoder
 from runtime.sampler import Sampler
+from runtime.saved_state import SavedState, made_on, new_ids, on_device
+from runtime.speculate import Drafting, Limits, continue_text
+from runtime.speculate import Step as Step
 from runtime.start import check_direct, check_tier_caps, checked_kernels, planned_budgets, present_budgets
-from runtime.state import initial_state
+from runtime.state import State
 from runtime.stats import ExpertCounts, new_counts
 from runtime.store import Phase, Store
 from runtime.weights import CURE, CheckpointWeights, SpineWeights, load_spine
@@ -43,6 +47,8 @@ class Options:
 
     tier_caps          the most requests in flight on the drives of a tier together
     is_direct_required  whether drives that can only be read through the page cache are refused
+    drafter_bytes       device memory that the caches leave to drafting
+    is_long_context     evaluate K3.1's indexer, which is not verified, so that texts may be longer than what is exact without it
     """
 
     device: str | None = None
@@ -56,15 +62,13 @@ class Options:
     n_prefetch: int = 0
     tier_caps: Mapping[str, int] = field(default_factory=dict)
     is_direct_required: bool = False
+    is_long_context: bool = False
+    drafter_bytes: int = 0
 
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A token that was generated; `finish` is why it is the last: end, length or context."""
-
-    token: int
-    logits: Tensor
-    finish: str | None
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """Of the prompt pass."""
+        return Arithmetic.DECODE if self.is_exact_prefill else Arithmetic.PROMPT
 
 
 class Sample(NamedTuple):
@@ -82,6 +86,7 @@ def sample_of(counts: ExpertCounts, t_s: float) -> Sample:
 class Timing:
     """When things happened, in seconds of the performance counter.
 
+    n_prompt      tokens of the prompt that were computed, and n_reused those that a saved state had
     decode_gpu_s  seconds of decode in which the host did nothing but wait for the GPU
     samples       one when decode begins, and one after each of its steps
     """
@@ -89,6 +94,7 @@ class Timing:
     prompt_began: float = 0.0
     prompt_ended: float = 0.0
     n_prompt: int = 0
+    n_reused: int = 0
     token_times: "list[float] | None" = None
     decode_gpu_s: float = 0.0
     samples: list[Sample] = field(default_factory=list)
@@ -103,15 +109,17 @@ def choose_device(asked: str | None) -> torch.device:
     return torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def context_limit(geometry: Geometry, asked: int | None) -> int:
-    """Return the context length of a run. Raises UsageError beyond what is exact for this model."""
-    most = geometry.max_context
+def context_limit(geometry: Geometry, asked: int | None, *, is_long_context: bool = False) -> int:
+    """Return the context length of a run. Raises UsageError beyond what is exact for this model, or with its indexer beyond what it was made for."""
+    if is_long_context and geometry.indexer is None:
+        raise UsageError("--long-context: this model has no indexer; its attention is exact at every length; leave the flag out")
+    most = geometry.max_position_embeddings if is_long_context else geometry.max_context
     if asked is None:
         return min(most, DEFAULT_CONTEXT)
     if asked < 1 or asked > most:
         why = ""
-        if asked > most and geometry.indexer is not None and most == geometry.indexer.top_k:
-            why = f": beyond {most} tokens the model attends to selected positions only, which is not implemented, and dense attention would be wrong"
+        if asked > most and geometry.indexer is not None and most == geometry.indexer.top_k and not is_long_context:
+            why = f": beyond {most} tokens the model attends to selected positions only, as --long-context unverified does; dense attention is wrong"
         raise UsageError(f"-c {asked}: the context of this model here is 1 to {most} tokens{why}")
     return asked
 
@@ -126,20 +134,21 @@ class Engine:
         forbid_tf32()
         self.options, self.device = options, choose_device(options.device)
         self.prepared: Prepared = manifest if isinstance(manifest, Prepared) else open_model(manifest)
-        self.context = context_limit(self.geometry, options.context)
+        self.context = context_limit(self.geometry, options.context, is_long_context=options.is_long_context)
         check_tier_caps(self.prepared, options.tier_caps)
         budgets = options.vram_cache, options.host_pool, self.geometry, self.device
-        planned_budgets(*budgets, spine_bytes=self.prepared.manifest.spine.n_bytes)
+        planned_budgets(*budgets, spine_bytes=self.prepared.manifest.spine.n_bytes + options.drafter_bytes)
         self._copies = _usable_copies(self.prepared, on_remark)
         if options.is_direct_required:
             check_direct(self.prepared, self._copies)
         self.kernels = checked_kernels(self.device, on_remark)
         self.weights: SpineWeights = load_spine(self.prepared, self.device)
-        self.vram, self.host = present_budgets(*budgets)
+        self.vram, self.host = present_budgets(*budgets, reserved_bytes=options.drafter_bytes)
         if options.is_cold:
             drop_page_cache(self.prepared, self._copies)
         self.prompt_counts, self.decode_counts = (new_counts(len(self.prepared.manifest.drives)) for _ in range(2))
         self.timing = Timing()
+        self._saved: SavedState | None = None
         self.store = Store(
             self.prepared,
             self._copies,
@@ -152,12 +161,20 @@ class Engine:
             tier_caps=options.tier_caps,
         )
         experts = StreamedExperts(self.geometry, self.prepared.record, self.store)
-        self.model = Model(self.geometry, self.weights, experts if routing_log is None else LoggedExperts(experts, routing_log))
-        self.decoder = Decoder(self.geometry, self.weights, self.prepared.record, self.store, context=self.context, n_prefetch=options.n_prefetch)
+        logged = experts if routing_log is None else LoggedExperts(experts, routing_log)
+        self.model = Model(self.geometry, self.weights, logged, is_long_context=options.is_long_context)
+        self.decoder = self._new_decoder(routing_log)
         with torch.inference_mode():
             self.decoder.capture(1)
+
+    def _new_decoder(self, routing_log: RoutingLog | None) -> Decoder | PlainDecoder:
+        if self.options.is_long_context:
+            return PlainDecoder(self.model)
+        options, record = self.options, self.prepared.record
+        decoder = Decoder(self.geometry, self.weights, record, self.store, context=self.context, n_prefetch=options.n_prefetch)
         if routing_log is not None:
-            self.decoder.on_layer = routing_log.add_layer
+            decoder.on_layer = routing_log.add_layer
+        return decoder
 
     @property
     def geometry(self) -> Geometry:
@@ -178,7 +195,8 @@ class Engine:
         verified = f"1 read in {options.verify_reads} hashed" if options.verify_reads else "reads not hashed"
         caps = "".join(f"; at most {cap} requests in flight on tier {tier}" for tier, cap in sorted(options.tier_caps.items()))
         return [
-            f"device {self.device}, torch {torch.__version__}, float32; {how or prompt}; context {self.context}",
+            f"device {self.device}, torch {torch.__version__}, float32; {how or prompt}; context {self.context}"
+            + ("; long context, unverified: the indexer selects positions, in plain torch" if options.is_long_context else ""),
             f"kernels: {self.kernels}",
             f"drives {drives}; read {modes}{' (required)' if options.is_direct_required else ''}; {verified}{caps}",
             f"prefetch {options.n_prefetch} experts of each layer"
@@ -191,20 +209,33 @@ class Engine:
     def prompt(self, ids: list[int]) -> Tensor:
         """Run the prompt pass: return the logits [vocabulary] after the last token; the decoder goes on from there."""
         self._check_ids(ids)
-        self.timing.n_prompt, self.timing.prompt_began = len(ids), time.perf_counter()
+        saved = self._saved
+        new = ids if saved is None else new_ids(saved, ids, where="the saved state")
+        self.timing.n_prompt, self.timing.n_reused, self.timing.prompt_began = len(new), len(ids) - len(new), time.perf_counter()
         self.store.phase, self.store.counts = Phase.PROMPT, self.prompt_counts
-        if self.options.is_exact_prefill:
-            self.decoder.state.reset()
-            for start in range(0, len(ids), TILE_ROWS):
-                logits = self.decoder.step(ids[start : start + TILE_ROWS])
+        state = self.model.initial_state(1) if saved is None else on_device(saved.state, self.device)
+        if self.options.is_exact_prefill or not new:
+            self.decoder.begin(state)
+            logits = torch.empty(0) if saved is None else saved.logits[None].to(self.device)
+            for start in range(0, len(new), TILE_ROWS):
+                logits = self.decoder.step(new[start : start + TILE_ROWS])
         else:
-            logits = self._prompt_pass(ids)
+            logits = self._prompt_pass(new, state)
         self._wait_for_device()
         self.timing.prompt_ended = time.perf_counter()
         return logits[-1].clone()
 
-    def _prompt_pass(self, ids: list[int]) -> Tensor:
-        state, tokens = initial_state(self.geometry, 1, self.device), torch.tensor([ids], device=self.device)
+    def go_on_from(self, saved: SavedState) -> None:
+        """Compute of each prompt only what follows the saved tokens, with which it must begin."""
+        self._saved = saved
+
+    def saved_state(self, ids: list[int], logits: Tensor) -> SavedState:
+        """Return what another run needs to go on from here: ids are all tokens that were run, logits those after the last."""
+        state = self.decoder.state
+        return SavedState(tuple(ids), state if isinstance(state, State) else state.copied(), logits, self.options.arithmetic, made_on(self.device))
+
+    def _prompt_pass(self, ids: list[int], state: State) -> Tensor:
+        tokens = torch.tensor([ids], device=self.device)
         for start in range(0, len(ids), self.options.chunk):
             chunk = tokens[:, start : start + self.options.chunk]
             h, state = self.model.trunk(chunk, state, arithmetic=Arithmetic.PROMPT)
@@ -212,28 +243,42 @@ class Engine:
         return self.model.logits(h[:, -1:], arithmetic=Arithmetic.PROMPT)[0]
 
     @torch.inference_mode()
-    def generate(self, ids: list[int], *, n_tokens: int, sampler: Sampler) -> Iterator[Step]:
-        """Yield up to n_tokens tokens after a prompt; the last one says why it is the last."""
+    def generate(
+        self,
+        ids: list[int],
+        *,
+        n_tokens: int,
+        sampler: Sampler,
+        on_prompt: Callable[[SavedState], None] | None = None,
+        drafting: Drafting | None = None,
+    ) -> Generator[Step, None, None]:
+        """Yield up to n_tokens tokens after a prompt; the last one says why it is the last.
+
+        on_prompt  takes the state after the prompt
+        drafting   proposes tokens that are checked several at a time; the text stays the same
+        """
         logits = self.prompt(ids)
+        if on_prompt is not None:
+            on_prompt(self.saved_state(ids, logits))
         self.store.phase, self.store.counts = Phase.DECODE, self.decode_counts
         if self.options.is_cold:
             self.store.forget()
         timing, waited_s, results_s = self.timing, self.decoder.wait_device_s, 0.0
         timing.token_times, timing.samples = [], []
-        for n in range(1, n_tokens + 1):
-            token = sampler.choose(logits)
-            timing.token_times.append(time.perf_counter())
-            timing.samples.append(sample_of(self.decode_counts, timing.token_times[-1] - timing.token_times[0]))
-            finish = "end" if token in self.prepared.manifest.end_ids else "length" if n == n_tokens else None
-            if finish is None and self.decoder.state.n_tokens >= self.context:
-                finish = "context"
-            yield Step(token, logits, finish)
-            if finish is not None:
-                return
-            logits = self.decoder.step([token])[0].clone()
+
+        def count_results() -> None:
             # The sampler would wait for them anyway: here it is counted.
+            nonlocal results_s
             results_s += self._wait_for_results()
             timing.decode_gpu_s = self.decoder.wait_device_s - waited_s + results_s
+
+        limits = Limits(n_tokens, self.context, self.prepared.manifest.end_ids)
+        steps = continue_text(self.decoder, sampler, logits, text=ids, limits=limits, drafting=drafting, on_step=count_results)
+        with closing(steps):
+            for step in steps:
+                timing.token_times.append(time.perf_counter())
+                timing.samples.append(sample_of(self.decode_counts, timing.token_times[-1] - timing.token_times[0]))
+                yield step
 
     @torch.inference_mode()
     def score(self, ids: list[int], *, arithmetic: Arithmetic, chunk: int | None) -> Tensor:
@@ -241,7 +286,7 @@ class Engine:
         self._check_ids(ids)
         if arithmetic is Arithmetic.PROMPT:
             return score_with(self.model, ids, arithmetic=arithmetic, chunk=chunk)
-        self.decoder.state.reset()
+        self.decoder.begin(self.model.initial_state(1))
         n_rows = min(chunk or TILE_ROWS, TILE_ROWS)
         return torch.cat([self.decoder.step(ids[start : start + n_rows]).to("cpu", copy=True) for start in range(0, len(ids), n_rows)])
 
@@ -282,7 +327,7 @@ def open_checkpoint_model(checkpoint: Checkpoint, device: torch.device) -> Model
 def score_with(model: Model, ids: list[int], *, arithmetic: Arithmetic, chunk: int | None) -> Tensor:
     """Return the logits of every position, float32 [tokens, vocabulary], on the CPU; the text in one piece unless chunk says otherwise."""
     tokens = torch.tensor([ids], device=model.weights.device)
-    state, parts = initial_state(model.geometry, 1, model.weights.device), []
+    state, parts = model.initial_state(1), []
     for start in range(0, len(ids), chunk or len(ids)):
         logits, state = model.forward(tokens[:, start : start + (chunk or len(ids))], state, arithmetic=arithmetic)
         parts.append(logits[0].cpu())

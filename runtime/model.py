@@ -1,16 +1,19 @@
 """The K3 text model: token numbers and a state in, logits and a new state out.
 
 It knows the names of the spine's tensors, and nothing of files, slots or drives. Forward functions take [batch, tokens, ...], are
-differentiable and change nothing in place. K3.1's indexer is not evaluated: attention is dense, which is exact up to
+differentiable and change nothing in place. K3.1's indexer is evaluated on demand only: without it attention is dense, which is exact up to
 `geometry.max_context`.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from manifests.geometry import Geometry
+from runtime.kernels.indexer import attend_selected, index_keys, select_positions
 from runtime.kernels.kda import kda_chunked, kda_recurrent, log_decay, short_conv
 from runtime.kernels.mla import attend_absorbed, attend_expanded
 from runtime.kernels.norms import l2_norm, rms_norm
@@ -19,7 +22,25 @@ from runtime.kernels.router import choose_experts, combine_experts, expert_weigh
 from runtime.kernels.rows import Arithmetic, linear
 from runtime.kernels.sigmoid import sigmoid, silu
 from runtime.kernels.situ import situ
-from runtime.state import KdaState, LayerState, MlaState, State
+from runtime.state import KdaState, LayerState, MlaState, State, initial_state
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedMlaState(MlaState):
+    """The cache of an MLA layer whose indexer is evaluated.
+
+    index_k  float32 [batch, tokens, index head size], normalised
+    """
+
+    index_k: Tensor
+
+
+def initial_indexed_state(geometry: Geometry, batch: int, device: torch.device) -> State:
+    """Return the state before the first token of `batch` texts whose indexer is evaluated."""
+    assert geometry.indexer is not None
+    state, no_keys = initial_state(geometry, batch, device), torch.zeros(batch, 0, geometry.indexer.head_dim, device=device)
+    layers = (IndexedMlaState(past.latent, past.k_rot, no_keys) if isinstance(past, MlaState) else past for past in state.layers)
+    return State(0, tuple(layers))
 
 
 class Weights(Protocol):
@@ -33,7 +54,7 @@ class Weights(Protocol):
         ...
 
     def vector(self, name: str) -> Tensor:
-        """Return a tensor in the shape in which the spine holds it."""
+        """Return a tensor in the shape in which the spine holds it. Raises KeyError if it has none of that name."""
         ...
 
     def rows(self, name: str, ids: Tensor) -> Tensor:
@@ -60,6 +81,12 @@ class Layer(NamedTuple):
     def vector(self, name: str) -> Tensor:
         return self.weights.vector(f"blk.{self.number}.{name}")
 
+    def vector_if_any(self, name: str) -> Tensor | None:
+        try:
+            return self.vector(name)
+        except KeyError:
+            return None
+
     def matrix(self, name: str) -> Tensor:
         return self.weights.matrix(f"blk.{self.number}.{name}")
 
@@ -77,12 +104,21 @@ class Layer(NamedTuple):
 
 
 class Model:
-    """A text model over given weights and experts."""
+    """A text model over given weights and experts.
 
-    def __init__(self, geometry: Geometry, weights: Weights, experts: Experts) -> None:
+    is_long_context  evaluate K3.1's indexer, whose form is not verified; texts may then be longer than `geometry.max_context`
+    """
+
+    def __init__(self, geometry: Geometry, weights: Weights, experts: Experts, *, is_long_context: bool = False) -> None:
+        assert geometry.indexer is not None or not is_long_context
         self.geometry = geometry
         self.weights = weights
         self.experts = experts
+        self.is_long_context = is_long_context
+
+    def initial_state(self, batch: int) -> State:
+        """Return the state before the first token of `batch` texts."""
+        return (initial_indexed_state if self.is_long_context else initial_state)(self.geometry, batch, self.weights.device)
 
     def forward(self, ids: Tensor, state: State, *, arithmetic: Arithmetic, is_last_only: bool = False) -> tuple[Tensor, State]:
         """Return the logits of the new tokens, or of the last one alone, and the state after them.
@@ -96,7 +132,7 @@ class Model:
     def trunk(self, ids: Tensor, state: State, *, arithmetic: Arithmetic) -> tuple[Tensor, State]:
         """Return what the output norm takes, [batch, tokens, hidden], and the state after the new tokens."""
         g, n_tokens = self.geometry, state.n_tokens + ids.shape[1]
-        assert n_tokens <= g.max_context
+        assert n_tokens <= (g.max_position_embeddings if self.is_long_context else g.max_context)
         h = self.weights.rows("token_embd.weight", ids)
         bank: list[Tensor] = []
         layers: list[LayerState] = []
@@ -156,13 +192,58 @@ def _kda(layer: Layer, x: Tensor, past: KdaState) -> tuple[Tensor, KdaState]:
 
 def _mla(layer: Layer, x: Tensor, past: MlaState) -> tuple[Tensor, MlaState]:
     g = layer.geometry
-    q = layer.linear("attn_q_b.weight", layer.lora_norm("attn_q_a_norm.weight", layer.linear("attn_q_a.weight", x)))
-    q_nope, q_rot = q.unflatten(-1, (g.n_heads, -1)).split([g.qk_nope_head_dim, g.qk_rope_head_dim], dim=-1)
+    low = layer.lora_norm("attn_q_a_norm.weight", layer.linear("attn_q_a.weight", x))
+    q = layer.linear("attn_q_b.weight", low).unflatten(-1, (g.n_heads, -1))
     latent, k_rot = layer.linear("attn_kv_a_mqa.weight", x).split([g.kv_lora_rank, g.qk_rope_head_dim], dim=-1)
     new = past.extended(layer.lora_norm("attn_kv_a_norm.weight", latent), k_rot)
-    kv_b = layer.matrix("attn_kv_b.weight").unflatten(0, (g.n_heads, -1))
-    o = (attend_absorbed if layer.is_tiled else attend_expanded)(q_nope, q_rot, new.latent, new.k_rot, kv_b)
+    if isinstance(past, IndexedMlaState):
+        new = IndexedMlaState(new.latent, new.k_rot, torch.cat([past.index_k, _index_keys(layer, x)], dim=1))
+        o = _attend_by_index(layer, x, low, q, new)
+    else:
+        o = _attend_to_all(layer, q, new)
     return layer.linear("attn_output.weight", o.flatten(-2) * sigmoid(layer.linear("attn_gate.weight", x))), new
+
+
+def _attend_to_all(layer: Layer, q: Tensor, cache: MlaState) -> Tensor:
+    attend = attend_absorbed if layer.is_tiled else attend_expanded
+    return attend(*_split_queries(layer, q), cache.latent, cache.k_rot, _kv_b(layer))
+
+
+def _attend_by_index(layer: Layer, x: Tensor, low: Tensor, q: Tensor, cache: IndexedMlaState) -> Tensor:
+    """Attend to what the indexer selects; a token that sees no more positions than it would select attends to all of them, as without it.
+
+    x         [batch, tokens, hidden], and low [batch, tokens, q_lora_rank], which q was made of
+    q         [batch, tokens, heads, nope and rope size]
+    returns   [batch, tokens, heads, value size]
+    """
+    indexer = layer.geometry.indexer
+    assert indexer is not None
+    n_past = cache.latent.shape[1] - q.shape[1]
+    n_dense = min(max(indexer.top_k - n_past, 0), q.shape[1])
+    outputs = []
+    if n_dense:
+        seen = slice(n_past + n_dense)
+        outputs.append(_attend_to_all(layer, q[:, :n_dense], MlaState(cache.latent[:, seen], cache.k_rot[:, seen])))
+    if n_dense < q.shape[1]:
+        rest = slice(n_dense, None)
+        index_q = layer.linear("indexer.attn_q_b.weight", low[:, rest]).unflatten(-1, (indexer.n_heads, indexer.head_dim))
+        positions = select_positions(index_q, layer.linear("indexer.proj.weight", x[:, rest]), cache.index_k, indexer.top_k)
+        outputs.append(attend_selected(*_split_queries(layer, q[:, rest]), cache.latent, cache.k_rot, _kv_b(layer), positions))
+    return torch.cat(outputs, dim=1)
+
+
+def _index_keys(layer: Layer, x: Tensor) -> Tensor:
+    gain, bias = layer.vector("indexer.k_norm.weight"), layer.vector_if_any("indexer.k_norm.bias")
+    return index_keys(layer.linear("indexer.attn_k.weight", x), gain, bias, eps=layer.geometry.rms_norm_eps, is_tiled=layer.is_tiled)
+
+
+def _split_queries(layer: Layer, q: Tensor) -> tuple[Tensor, Tensor]:
+    q_nope, q_rot = q.split([layer.geometry.qk_nope_head_dim, layer.geometry.qk_rope_head_dim], dim=-1)
+    return q_nope, q_rot
+
+
+def _kv_b(layer: Layer) -> Tensor:
+    return layer.matrix("attn_kv_b.weight").unflatten(0, (layer.geometry.n_heads, -1))
 
 
 def dense_feed_forward(layer: Layer, x: Tensor) -> Tensor:
@@ -175,3 +256,37 @@ def _situ_mlp(layer: Layer, x: Tensor, names: tuple[str, str, str]) -> Tensor:
     g = layer.geometry
     y = situ(layer.linear(gate, x), layer.linear(up, x), beta=g.situ_beta, linear_beta=g.situ_linear_beta)
     return layer.linear(down, y)
+
+
+class PlainDecoder:
+    """Decodes one text as decode.Decoder does, with the plain forward pass: for what the decoder on fixed buffers lacks, the indexer."""
+
+    # Nothing here waits for the device apart from its results.
+    wait_device_s = 0.0
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.state = model, model.initial_state(1)
+        self._block, self._before = list[int](), self.state
+
+    def begin(self, state: State) -> None:
+        """Go on from a state of one text, made by this model."""
+        self.state, self._block = state, []
+
+    def capture(self, n_rows: int, *, can_cut: bool = False) -> None:
+        """Do nothing: there is nothing to prepare."""
+
+    def step(self, ids: Sequence[int], *, can_cut: bool = False) -> Tensor:
+        """Run the next tokens of the text; return their logits, float32 [tokens, vocabulary]. Any step can be cut."""
+        self._block, self._before = list(ids), self.state
+        logits, self.state = self.model.forward(self._tokens(self._block), self.state, arithmetic=Arithmetic.DECODE)
+        return logits[0]
+
+    def keep(self, n_rows: int) -> None:
+        """Forget the rows of the last step after its first n_rows, by running these again."""
+        assert 1 <= n_rows <= len(self._block)
+        if n_rows < len(self._block):
+            self._block = self._block[:n_rows]
+            _, self.state = self.model.trunk(self._tokens(self._block), self._before, arithmetic=Arithmetic.DECODE)
+
+    def _tokens(self, ids: list[int]) -> Tensor:
+        return torch.tensor([ids], device=self.model.weights.device)

@@ -74,9 +74,10 @@ def no_room_for_spine(room: Room, spine_bytes: int, device: torch.device) -> str
     return f"the spine takes {needed} on {device}, but {free} are free, of which {kept} stay free; {cure}"
 
 
-def present_budgets(vram_cache: str, host_pool: str, geometry: Geometry, device: torch.device) -> Budgets:
-    """Turn both budgets into slots of the memory that is there now. Raises as `planned_budgets`."""
-    return budgets_of(vram_cache, host_pool, geometry, device_room(device), host_room(), is_shared=device.type == "cpu")
+def present_budgets(vram_cache: str, host_pool: str, geometry: Geometry, device: torch.device, *, reserved_bytes: int = 0) -> Budgets:
+    """Turn both budgets into slots of the memory that is there now, less what others shall have of the device. Raises as `planned_budgets`."""
+    room = device_room(device).less(reserved_bytes)
+    return budgets_of(vram_cache, host_pool, geometry, room, host_room(), is_shared=device.type == "cpu")
 
 
 def budgets_of(vram_cache: str, host_pool: str, geometry: Geometry, on_device: Room, on_host: Room, *, is_shared: bool) -> Budgets:

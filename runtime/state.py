@@ -1,4 +1,7 @@
-"""What a text leaves behind for its next token: per layer a KDA memory or an MLA cache. Nothing here is changed in place."""
+"""What a text leaves behind for its next token: per layer a KDA memory or an MLA cache.
+
+`State` is never changed in place; `FixedState` is, by decode, and a `Rewind` takes it back into its last block.
+"""
 
 from dataclasses import dataclass
 
@@ -70,24 +73,31 @@ class FixedState:
 
     n_tokens  tokens so far; `n_past` is the same number on the device, int32 [1], where kernels read it
     layers    as in `State` with one text; of an MLA layer's cache the first n_tokens positions are meant
+    memory    float32 [KDA layers, 1, heads, key size, value size], of which the layers' memories are parts
+    conv      float32 [KDA layers, 1, kernel - 1, 3 * kda_size], likewise
     """
 
     n_tokens: int
     n_past: Tensor
     layers: tuple[LayerState, ...]
+    memory: Tensor
+    conv: Tensor
 
     @classmethod
     def empty(cls, geometry: Geometry, context: int, device: torch.device) -> "FixedState":
         """Return the state before the first token, with room for `context` tokens."""
-        layers = tuple(_with_room(layer, context) for layer in initial_state(geometry, 1, device).layers)
-        return cls(0, torch.zeros(1, dtype=torch.int32, device=device), layers)
+        memory, conv = _kda_buffers(geometry, device)
+        kda = iter(zip(memory, conv, strict=True))
+        layers = [
+            _with_room(_initial(geometry, layer, 1, device), context) if geometry.is_full_attention(layer) else KdaState(*next(kda))
+            for layer in range(geometry.n_layers)
+        ]
+        return cls(0, torch.zeros(1, dtype=torch.int32, device=device), tuple(layers), memory, conv)
 
     def reset(self) -> None:
         """Return to the state before the first token."""
-        for layer in self.layers:
-            if isinstance(layer, KdaState):
-                layer.memory.zero_()
-                layer.conv.zero_()
+        self.memory.zero_()
+        self.conv.zero_()
         self.set_n_tokens(0)
 
     def load(self, state: State) -> None:
@@ -117,8 +127,70 @@ class FixedState:
         return KdaState(layer.memory.clone(), layer.conv.clone())
 
 
-def _with_room(layer: LayerState, context: int) -> LayerState:
-    if isinstance(layer, KdaState):
-        return layer
+def _with_room(layer: LayerState, context: int) -> MlaState:
+    assert isinstance(layer, MlaState)
     latent, k_rot = layer.latent, layer.k_rot
     return MlaState(latent.new_zeros((1, context, latent.shape[-1])), k_rot.new_zeros((1, context, k_rot.shape[-1])))
+
+
+def kda_layers(g: Geometry) -> list[int]:
+    return [layer for layer in range(g.n_layers) if not g.is_full_attention(layer)]
+
+
+def kda_input_sizes(g: Geometry) -> list[int]:
+    """Return the widths of the parts of a KDA layer's `attn_in` product: u of q, k and v, the gate, the low-rank input of the decay, beta."""
+    return [3 * g.kda_size, g.kda_size, g.kda_head_dim, g.kda_n_heads]
+
+
+def _kda_buffers(g: Geometry, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return zeros for the memory and the conv of all KDA layers, one behind the other."""
+    n, size = len(kda_layers(g)), g.kda_head_dim
+    memory = torch.zeros(n, 1, g.kda_n_heads, size, size, device=device)
+    return memory, torch.zeros(n, 1, g.conv_kernel_size - 1, 3 * g.kda_size, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class Rewind:
+    """What takes a text back into its last block: the KDA state before the block, and what the block's rows gave each KDA layer.
+
+    A recurrence cannot be undone, but it can be run again for fewer rows. An MLA cache needs nothing: what lies beyond the text is written anew.
+
+    memory, conv   as in `FixedState`, before the block
+    inputs         by KDA layer: its `attn_in` product, float32 [1, rows, ...], and the decay's, float32 [1, rows, kda_size]
+    """
+
+    memory: Tensor
+    conv: Tensor
+    inputs: dict[int, tuple[Tensor, ...]]
+
+    @classmethod
+    def empty(cls, geometry: Geometry, n_rows: int, device: torch.device) -> "Rewind":
+        """Return one with room for blocks of n_rows rows."""
+        sizes = sum(kda_input_sizes(geometry)), geometry.kda_size
+        inputs = {layer: tuple(torch.zeros(1, n_rows, size, device=device) for size in sizes) for layer in kda_layers(geometry)}
+        return cls(*_kda_buffers(geometry, device), inputs)
+
+    @property
+    def n_bytes(self) -> int:
+        tensors = [self.memory, self.conv, *(x for pair in self.inputs.values() for x in pair)]
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+    def save(self, state: FixedState) -> None:
+        """Remember the KDA state."""
+        self.memory.copy_(state.memory)
+        self.conv.copy_(state.conv)
+
+    def restore(self, state: FixedState) -> None:
+        """Put the remembered KDA state back."""
+        state.memory.copy_(self.memory)
+        state.conv.copy_(self.conv)
+
+    def keep_inputs(self, layer: int, *inputs: Tensor) -> None:
+        """Remember what a block's rows gave a layer, [1, rows, ...] each."""
+        for target, source in zip(self.inputs[layer], inputs, strict=True):
+            target[:, : source.shape[1]].copy_(source)
+
+
+def rewind_bytes(geometry: Geometry, n_rows: int) -> int:
+    """Return the size of a `Rewind` for blocks of n_rows rows."""
+    return Rewind.empty(geometry, n_rows, torch.device("meta")).n_bytes

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import typer
-from conftest import command
+from conftest import command, succeed
 from inside import krun, ran, refused
 
 from layout.direct import BUFFERED, ReadMode
@@ -359,3 +359,31 @@ def test_budgets_of_one_memory_do_not_count_it_twice() -> None:
     with pytest.raises(DeviceError, match=r"--host-pool 60slots: 1.05GB asked for, but 351MB are to be had, and 351MB of 702MB stay free"):
         budgets_of("60slots", "60slots", g, room, room, is_shared=True)
     assert budgets_of("60slots", "20slots", g, room, room, is_shared=True).host.n_slots == 20
+
+
+def test_a_drafter_changes_no_token_and_is_told_and_counted(extractions: dict[str, Path]) -> None:
+    def run(*flags: str) -> tuple[dict[str, Any], str]:
+        outcome = succeed(
+            "krun", "generate", "-m", extractions["tiny-k3.1"], "--ids", "5,6,7,5,6,7,5,6", "-n", "200", "--device", "cpu", "--json", *flags
+        )
+        return json.loads(outcome.out), outcome.err
+
+    plain, _ = run()
+    drafted, notes = run("--drafter", "ngram", "--draft-gate", "0.5")
+    assert drafted["ids"] == plain["ids"]
+    assert "drafter ngram, gate 0.5" in notes
+    assert plain["stats"]["drafting"] is None and drafted["stats"]["drafting"]["n_proposed"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        (("--draft-gate", "0.5"), "--draft-gate: without effect"),
+        (("--drafter", "ngram", "--draft-gate", "often"), "--draft-gate"),
+        (("--drafter", "ngram", "--heat-out", "heat.json"), "--heat-out: would count"),
+        (("--drafter", "/nowhere"), "/nowhere"),
+    ],
+)
+def test_a_drafter_that_cannot_be_is_refused_before_anything_is_loaded(extractions: dict[str, Path], flags: tuple[str, ...], what: str) -> None:
+    outcome = command("krun", "generate", "-m", extractions["tiny-k3.1"], "--ids", "5", *flags)
+    assert outcome.code in (2, 3) and what in outcome.err

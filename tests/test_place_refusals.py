@@ -178,7 +178,7 @@ def test_any_date_that_a_manifest_may_have_can_be_compared(prepared_copy: Path, 
     profile = load_manifest(prepared_copy / "manifest.yaml").drives[0].profile
     assert profile is not None
     # The manifest may have been made within the same second.
-    edit(prepared_copy, (f" date: \"{profile.date}\"", f" date: \"{date}\""))
+    edit(prepared_copy, (f' date: "{profile.date}"', f' date: "{date}"'))
     edited = load_manifest(prepared_copy / "manifest.yaml").drives[0].profile
     assert edited is not None and is_older_than_files(edited, a) is is_older
     place(prepared_copy, f"A={a}", flags=("--dry-run",))

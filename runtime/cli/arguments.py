@@ -18,6 +18,7 @@ VRAM_OPTION = typer.Option(metavar="SIZE", help="Records kept on the device: 27.
 HOST_OPTION = typer.Option(metavar="SIZE", help="Records kept in host memory, on their way and after: a size, or auto.")
 VERIFY_OPTION = typer.Option(metavar="N", min=0, help="Check the hash of every Nth record that is read; 0 for none.")
 PREFETCH_OPTION = typer.Option(metavar="N", min=0, max=2, help="Experts of each layer to guess and read in the time that drives have to spare.")
+LONG_CONTEXT_OPTION = typer.Option(metavar="unverified", help="Go beyond what is exact, with K3.1's indexer, whose form nobody has verified.")
 TIER_CAP_OPTION = typer.Option("--tier-cap", metavar="C=2", help="Most requests in flight on all drives of a tier together; may be repeated.")
 
 
@@ -32,6 +33,13 @@ def parse_tier_caps(texts: Sequence[str] | None) -> dict[str, int]:
             raise UsageError(f"--tier-cap {text}: tier {tier} has one already; give each tier once")
         caps[tier] = int(number)
     return caps
+
+
+def is_long_context(text: str | None) -> bool:
+    """Read --long-context. Raises UsageError unless it says `unverified` or nothing."""
+    if text not in (None, "unverified"):
+        raise UsageError(f"--long-context {text}: expected the word unverified, since nobody has compared it with the released model")
+    return text is not None
 
 
 def check_outputs(paths: Mapping[str, Path | None]) -> None:

@@ -5,16 +5,21 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from layout.sizes import format_size
 from layout.terminal import note, say, write_text
 from layout.writer import write_bytes
 from manifests.errors import BadInputError, UsageError
+from manifests.manifest import Manifest
 from runtime.cli.arguments import (
     HOST_OPTION,
+    LONG_CONTEXT_OPTION,
     PREFETCH_OPTION,
     TIER_CAP_OPTION,
     VERIFY_EVERY,
@@ -23,10 +28,13 @@ from runtime.cli.arguments import (
     DeviceOption,
     ManifestOption,
     check_outputs,
+    is_long_context,
     parse_tier_caps,
 )
 from runtime.cli.live import LiveLine, can_show_live
 from runtime.document import Configuration, device_facts, manifest_facts, repeat_facts, stats_document
+from runtime.draft.choice import DrafterChoice, choose_drafter
+from runtime.draft.gates import ADAPTIVE, Gate, parse_gate
 from runtime.engine import DEFAULT_CHUNK, Engine, Options, check_ids, choose_device, context_limit, open_model
 from runtime.heat import RoutingLog, write_heat
 from runtime.live import live_line
@@ -34,6 +42,8 @@ from runtime.memory import AUTO
 from runtime.report import statistics, statistics_lines
 from runtime.routing import write_trace
 from runtime.sampler import Sampler
+from runtime.saved_state import SavedState, new_ids, read_state, write_state
+from runtime.speculate import Drafting
 from runtime.tensor_files import parse_ids
 from runtime.tokens import TextStream, Tokenizer, load_tokenizer
 
@@ -52,11 +62,20 @@ def generate_command(
     vram_cache: Annotated[str, VRAM_OPTION] = AUTO,
     host_pool: Annotated[str, HOST_OPTION] = AUTO,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens per piece of the prompt pass.")] = DEFAULT_CHUNK,
+    state_in: Annotated[Path | None, typer.Option(metavar="F", help="A state from --state-out: only what follows its tokens is computed.")] = None,
+    state_out: Annotated[Path | None, typer.Option(metavar="F", help="Where the state after the prompt goes.")] = None,
+    long_context: Annotated[str | None, LONG_CONTEXT_OPTION] = None,
     exact_prefill: Annotated[bool, typer.Option("--exact-prefill", help="Use the decode arithmetic in the prompt pass too.")] = False,
     cold: Annotated[bool, typer.Option("--cold", help="Drop cached file pages first, and both caches after the prompt pass.")] = False,
     verify_reads: Annotated[int, VERIFY_OPTION] = VERIFY_EVERY,
     prefetch: Annotated[int, PREFETCH_OPTION] = 0,
     tier_cap: Annotated[list[str] | None, TIER_CAP_OPTION] = None,
+    drafter: Annotated[
+        str | None, typer.Option(metavar="ngram|DIR", help="Check several drafted tokens at a time: repeats of the text, or a small Qwen3's in DIR.")
+    ] = None,
+    draft_gate: Annotated[
+        str | None, typer.Option(metavar="adaptive|0..1", help="How sure the drafter must be of a token; without it adaptive.")
+    ] = None,
     require_direct: Annotated[bool, typer.Option("--require-direct", help="Fail rather than read experts through the page cache.")] = False,
     stats_json: Annotated[Path | None, typer.Option(metavar="F.json", help="Where the whole document with statistics goes.")] = None,
     heat_out: Annotated[Path | None, typer.Option(metavar="F.json", help="Where goes how often each expert was used: kprep place --heat.")] = None,
@@ -65,24 +84,53 @@ def generate_command(
 ) -> None:
     """Continue a prompt."""
     sampler = Sampler(temp, top_p, seed)
+    choice, gate = _drafter_of(drafter, draft_gate, log_flags={"--heat-out": heat_out, "--trace-out": trace_out})
     options = Options(
-        device, vram_cache, host_pool, context, chunk, exact_prefill, cold, verify_reads, prefetch, parse_tier_caps(tier_cap), require_direct
+        device,
+        vram_cache,
+        host_pool,
+        context,
+        chunk,
+        exact_prefill,
+        cold,
+        verify_reads,
+        prefetch,
+        parse_tier_caps(tier_cap),
+        require_direct,
+        is_long_context=is_long_context(long_context),
     )
     read_prompt = _prompt_reader(prompt, ids, prompt_file)
-    check_outputs({"--stats-json": stats_json, "--heat-out": heat_out, "--trace-out": trace_out})
-    choose_device(device)
+    check_outputs({"--state-out": state_out, "--stats-json": stats_json, "--heat-out": heat_out, "--trace-out": trace_out})
+    where = choose_device(device)
     prepared = open_model(manifest)
+    if choice is not None:
+        options = replace(options, drafter_bytes=choice.device_bytes(prepared.geometry, where))
     tokenizer = load_tokenizer(prepared.tokenizer_directory, vocab_size=prepared.geometry.vocab_size)
     prompt_ids = read_prompt(tokenizer)
-    check_ids(prompt_ids, prepared.geometry, context_limit(prepared.geometry, context))
+    limit = context_limit(prepared.geometry, context, is_long_context=options.is_long_context)
+    check_ids(prompt_ids, prepared.geometry, limit)
+    saved = None
+    if state_in is not None:
+        saved = read_state(state_in, prepared.manifest, context=limit, arithmetic=options.arithmetic, is_long_context=options.is_long_context)
+        n_new = len(new_ids(saved, prompt_ids, where=f"--state-in {state_in}"))
+        note(f"{state_in}: {len(saved.ids)} tokens in {saved.arithmetic.value} arithmetic, made on {saved.made_on}; {n_new} are new")
+    keep = None if state_out is None else partial(_write_state, state_out, prepared.manifest)
     log = RoutingLog(prepared.geometry) if heat_out or trace_out else None
     live = LiveLine(is_shown=can_show_live(is_text_on_stdout=not as_json))
     with Engine(prepared, options, on_remark=live.note, routing_log=log) as engine:
         drawn = f"temperature {temp}, top-p {top_p}, seed {sampler.seed}" if temp > 0 else "the likeliest token each time"
-        effective = [*engine.effective(), f"at most {n_tokens} tokens; {drawn}"]
+        drafts = "no drafter" if choice is None else f"drafter {choice}, gate {draft_gate or ADAPTIVE}"
+        effective = [*engine.effective(), f"at most {n_tokens} tokens; {drawn}; {drafts}"]
         for line in effective:
             note(line)
-        document = _generate(engine, tokenizer, prompt_ids, n_tokens, sampler, live, is_quiet=as_json)
+        if saved is not None:
+            engine.go_on_from(saved)
+        drafting = None if choice is None else Drafting(choice.start(tokenizer, gate, engine.device), engine.geometry.vocab_size, live.note)
+        try:
+            document = _generate(engine, tokenizer, prompt_ids, n_tokens, sampler, live, keep=keep, is_quiet=as_json, drafting=drafting)
+        finally:
+            if drafting is not None:
+                drafting.drafter.close()
         facts = device_facts(engine.device)
     if as_json:
         say(json.dumps(document, ensure_ascii=False))
@@ -102,6 +150,23 @@ def generate_command(
         write_bytes(stats_json, json.dumps(whole, ensure_ascii=False, indent=1).encode())
     if log is not None:
         _write_log(log, heat_out, trace_out, prepared.manifest.source.digest)
+
+
+def _drafter_of(drafter: str | None, draft_gate: str | None, *, log_flags: dict[str, Path | None]) -> tuple[DrafterChoice | None, Gate]:
+    """Return what was asked for. Raises UsageError for flags that would do nothing or count what was never in the text."""
+    gate = parse_gate(draft_gate or ADAPTIVE, flag="--draft-gate")
+    if drafter is None:
+        if draft_gate is not None:
+            raise UsageError("--draft-gate: without effect without --drafter; leave it out")
+        return None, gate
+    if logs := [flag for flag, path in log_flags.items() if path is not None]:
+        raise UsageError(f"{', '.join(logs)}: would count the experts of drafts that were refused; leave --drafter out")
+    return choose_drafter(drafter), gate
+
+
+def _write_state(path: Path, manifest: Manifest, saved: SavedState) -> None:
+    write_state(path, saved, manifest)
+    note(f"{path}: the state after {len(saved.ids)} tokens, {format_size(path.stat().st_size)}")
 
 
 def _write_log(log: RoutingLog, heat_out: Path | None, trace_out: Path | None, model: str) -> None:
@@ -134,11 +199,12 @@ def _prompt_reader(prompt: str | None, ids: str | None, prompt_file: Path | None
 
 
 def _generate(
-    engine: Engine, tokenizer: Tokenizer, prompt_ids: list[int], n_tokens: int, sampler: Sampler, live: LiveLine, *, is_quiet: bool
-) -> dict[str, Any]:
+    engine: Engine, tokenizer: Tokenizer, prompt_ids: list[int], n_tokens: int, sampler: Sampler, live: LiveLine, *,
+    keep: Callable[[SavedState], None] | None, is_quiet: bool, drafting: Drafting | None,
+) -> dict[str, Any]:  # fmt: skip
     stream, new_ids, text, finish = TextStream(tokenizer), list[int](), "", None
     try:
-        for step in engine.generate(prompt_ids, n_tokens=n_tokens, sampler=sampler):
+        for step in engine.generate(prompt_ids, n_tokens=n_tokens, sampler=sampler, on_prompt=keep, drafting=drafting):
             new_ids.append(step.token)
             finish = step.finish
             piece = stream.push(step.token) if finish != "end" else ""
@@ -151,6 +217,7 @@ def _generate(
         live.end()
     flat_out = engine.flat_out_bytes_per_s() if engine.decode_counts.read_bytes else None
     stats = statistics(engine, n_generated=len(new_ids), process_wall_s=_process_wall_s(), flat_out=flat_out)
+    stats["drafting"] = None if drafting is None else drafting.statistics()
     return {"ids": new_ids, "prompt_ids": prompt_ids, "text": text, "finish": finish, "seed": sampler.seed, "stats": stats}
 
 

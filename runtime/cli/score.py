@@ -10,7 +10,16 @@ from layout.checkpoint import open_checkpoint
 from layout.config import K31
 from layout.terminal import note, say
 from manifests.errors import UsageError
-from runtime.cli.arguments import HOST_OPTION, VERIFY_EVERY, VERIFY_OPTION, VRAM_OPTION, DeviceOption, check_outputs
+from runtime.cli.arguments import (
+    HOST_OPTION,
+    LONG_CONTEXT_OPTION,
+    VERIFY_EVERY,
+    VERIFY_OPTION,
+    VRAM_OPTION,
+    DeviceOption,
+    check_outputs,
+    is_long_context,
+)
 from runtime.comparison import compare_logits
 from runtime.engine import Engine, Options, check_ids, choose_device, context_limit, open_checkpoint_model, open_model, score_with
 from runtime.kernels.rows import Arithmetic
@@ -29,6 +38,7 @@ def score_command(
     arithmetic: Annotated[str, typer.Option(help="decode (the same for any split of the text) or prompt.")] = Arithmetic.DECODE.value,
     chunk: Annotated[int | None, typer.Option(min=1, help="Tokens per piece; without it the text in one piece.")] = None,
     context: Annotated[int | None, typer.Option("-c", "--context", help="Most tokens of the text.")] = None,
+    long_context: Annotated[str | None, LONG_CONTEXT_OPTION] = None,
     device: DeviceOption = None,
     vram_cache: Annotated[str | None, VRAM_OPTION] = None,
     host_pool: Annotated[str | None, HOST_OPTION] = None,
@@ -49,10 +59,13 @@ def score_command(
     other = None if against is None else read_logits(against)
     kind = Arithmetic(arithmetic)
     if manifest is not None:
-        options = Options(device, vram_cache or AUTO, host_pool or AUTO, context, verify_reads=VERIFY_EVERY if verify_reads is None else verify_reads)
+        options = Options(
+            device, vram_cache or AUTO, host_pool or AUTO, context,
+            verify_reads=VERIFY_EVERY if verify_reads is None else verify_reads, is_long_context=is_long_context(long_context),
+        )  # fmt: skip
         choose_device(device)
         prepared = open_model(manifest)
-        check_ids(text, prepared.geometry, context_limit(prepared.geometry, context))
+        check_ids(text, prepared.geometry, context_limit(prepared.geometry, context, is_long_context=options.is_long_context))
         with Engine(prepared, options, on_remark=note) as engine:
             pieces = "in one piece" if chunk is None else f"in pieces of {chunk}"
             for line in engine.effective(f"{arithmetic} arithmetic, the text {pieces}"):
@@ -61,7 +74,7 @@ def score_command(
             facts = {"model": engine.prepared.manifest.source.digest, "weights": "spine Q8_0, experts MXFP4"}
     else:
         assert checkpoint is not None
-        given = {"--vram-cache": vram_cache, "--host-pool": host_pool, "--verify-reads": verify_reads}
+        given = {"--vram-cache": vram_cache, "--host-pool": host_pool, "--verify-reads": verify_reads, "--long-context": long_context}
         if idle := [flag for flag, value in given.items() if value is not None]:
             raise UsageError(f"{', '.join(idle)}: without effect with --checkpoint, which holds one expert at a time; leave it out")
         logits, facts = _score_checkpoint(checkpoint, text, kind, chunk, context, device)
