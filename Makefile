@@ -18,7 +18,7 @@ demo: venv
 	bash demo.sh $(BIN) $(DEMO)
 
 test: venv
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto
 
 lint: venv
 	$(BIN)/ruff check .

@@ -152,6 +152,8 @@ def test_trial_files_go_when_the_measurement_is_broken_off(tmp_path: Path, error
 def start_measuring(directory: Path) -> subprocess.Popen[str]:
     """Measure in a process of its own; it has its trial files and is at work when this returns."""
     code = (
+        # Tests that were started in the background would pass on that interrupts are ignored.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import sys; from pathlib import Path; from prep.measure import measure_drives\n"
         "measure_drives([Path(sys.argv[1])], record_bytes=9792, seconds=0.5, on_progress=lambda text: print(text, flush=True))"
     )
