@@ -151,6 +151,23 @@ def test_going_on_needs_the_same_drives(tmp_path: Path) -> None:
     assert outcome.code == 2 and f"--tier A={out / 'experts'}" in outcome.err
 
 
+def test_goes_on_only_where_something_is_left_of_what_a_drive_had(tmp_path: Path) -> None:
+    """An empty mount point: the drive is not mounted, and writing there would fill another file system."""
+    out, drive, elsewhere = tmp_path / "out", tmp_path / "drive", tmp_path / "elsewhere"
+    drive.mkdir()
+    process = start("extract", CHECKPOINT, out, "--tier", f"A={drive}", "--journal-every", 1)
+    assert kill_after_journal_lines(process, out / JOURNAL_NAME, 40, 0.0)
+    drive.rename(elsewhere)
+    drive.mkdir()
+    refused = command("kprep", "extract", CHECKPOINT, out, "--tier", f"A={drive}")
+    assert refused.code == 2 and f"{drive}: none of the" in refused.err and "mount the drive" in refused.err
+    assert list(drive.iterdir()) == []
+    drive.rmdir()
+    elsewhere.rename(drive)
+    succeed("kprep", "extract", CHECKPOINT, out, "--tier", f"A={drive}")
+    succeed("kprep", "verify-hashes", out)
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     with mounted_ext4(tmp_path / "disk", n_bytes=16_000_000) as mount:
