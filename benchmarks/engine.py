@@ -103,6 +103,26 @@ def device_seconds(bench: Bench, n_rows: int) -> float:
         store.close()
 
 
+@torch.inference_mode()
+def kernels(bench: Bench) -> None:
+    """What each kernel takes of a step in which the device never waits."""
+    setting, n_steps = Setting(bench.drives(1.0), bench.k, 64, n_rows=1), 3
+    store = bench.rig.open_store(bench.rig.model(setting.drives), setting, Run(setting))
+    try:
+        decoder = bench.rig.open_decoder(store, setting, 128)
+        decoder.device_seconds(1, 2)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            decoder.device_seconds(1, n_steps)
+    finally:
+        store.close()
+    rows = [(event.key, event.count / n_steps, event.device_time_total / n_steps / 1e6) for event in profile.key_averages()]
+    rows.sort(key=lambda row: -row[2])
+    bench.found["kernels"] = {name: {"launches": n, "seconds": seconds} for name, n, seconds in rows[:60]}
+    for name, n, seconds in rows[:40]:
+        print(f"{1000 * seconds:8.3f} ms  {n:7.1f}  {name[:110]}")
+    print(f"{1000 * sum(row[2] for row in rows):8.3f} ms  {sum(row[1] for row in rows):7.1f}  in all", flush=True)
+
+
 def no_cache(bench: Bench) -> None:
     run = bench.run("no_cache", bench.drives(1.0), bench.k, 2 * bench.k)
     bench.found["no_cache"]["storage_efficiency"] = run.counts.read_bytes / run.seconds / bench.found["parts"]["flat_out_bytes_per_s"]
@@ -167,7 +187,7 @@ def same_bits(bench: Bench) -> None:
     print("same bits:", bench.found["same_bits"]["is_equal"], flush=True)
 
 
-STAGES = (parts, no_cache, large_cache, all_resident, three_drives, slow_drive, same_bits)
+STAGES = (parts, kernels, no_cache, large_cache, all_resident, three_drives, slow_drive, same_bits)
 
 
 def main() -> None:
