@@ -52,6 +52,12 @@ BUFFERED = ReadMode(is_direct=False, reason="asked for")
 class ShortReadError(DamagedDataError):
     """A file ended before the range that was asked of it."""
 
+    @classmethod
+    def of(cls, extent: Extent, end: int) -> "ShortReadError":
+        """Return the error of a read of a file that ended, as the read saw it, at `end`; the file may have grown since."""
+        size = min(end, extent.path.stat().st_size)
+        return cls(f"{extent.path}: ends at {size} bytes, expected at least {extent.offset + extent.n_bytes}")
+
 
 def round_up(n: int, step: int) -> int:
     return -(-n // step) * step
@@ -106,8 +112,7 @@ def read_extent(extent: Extent, buffer: memoryview, mode: ReadMode) -> memoryvie
     finally:
         os.close(fd)
     if got < needed:
-        size = min(begin + got, extent.path.stat().st_size)
-        raise ShortReadError(f"{extent.path}: ends at {size} bytes, expected at least {extent.offset + extent.n_bytes}")
+        raise ShortReadError.of(extent, begin + got)
     return buffer[lead:needed]
 
 

@@ -7,21 +7,24 @@ which drive to ask is the caller's decision.
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
+from itertools import count
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import xxhash
 
-from layout.direct import Extent, ReadMode, read_extent
+from layout.direct import Extent, ReadMode
 from layout.parallel import start_threads
-from layout.throttle import Throttle
+from layout.read_backends import Ended, ToRead, native_library, open_backend
 from manifests.errors import DamagedDataError
 
-NAME = "preadv threads"
 # One thread hashes what several read: xxh3-128 takes 20 GB/s and more from memory on one core.
 READS_PER_HASH = 4
 CLOSE_S = 30.0
+# How long a wait may keep an interrupt.
+_TICK_S = 0.1
 
 
 class ReadRequest(NamedTuple):
@@ -35,68 +38,81 @@ class ReadRequest(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """A read that ended: its bytes, or the error that it met. `seconds` is the time of the read alone."""
+    """A read that ended: its bytes, or the error that it met, the time of the read alone, and when that ended by the performance counter."""
 
     request: ReadRequest
     payload: memoryview | None
     error: Exception | None
     seconds: float
+    ended: float
 
 
 class Reader:
-    """Reads for several drives at once, each with its own mode and its own number of requests in flight.
+    """Reads for several drives at once, each with its own mode and its own number of requests in flight. One thread submits and takes.
 
     Hashes are taken by threads of their own, since a thread that hashes does not read. Whoever wants hashes and a drive that is never idle submits
     `spare_requests(depth)` more than its depth: those are hashed, or wait, while `depth` are read.
     """
 
-    def __init__(self, modes: Sequence[ReadMode], depths: Sequence[int], *, limits: Sequence[float | None] | None = None) -> None:
-        """Start the threads. `limits` slows drives down to so many bytes per second; None leaves them as they are."""
-        self.modes = tuple(modes)
-        self._throttles = [None if limit is None else Throttle(limit) for limit in limits or [None] * len(modes)]
-        self._inboxes: list[SimpleQueue[ReadRequest | None]] = [SimpleQueue() for _ in modes]
-        self._to_hash: SimpleQueue[Completion | None] = SimpleQueue()
-        self._done: SimpleQueue[Completion] = SimpleQueue()
+    def __init__(
+        self, modes: Sequence[ReadMode], depths: Sequence[int], *, limits: Sequence[float | None] | None = None, is_native: bool | None = None
+    ) -> None:
+        """Start the threads.
+
+        limits     bytes per second that drives are slowed down to; None leaves them as they are
+        is_native  whether C's threads read, or Python's; None: C's if they can be had
+        """
+        self.modes, self._numbers = tuple(modes), count()
+        self._requests: dict[int, ReadRequest] = {}
+        self._checked: dict[int, Completion] = {}
+        self._to_hash: SimpleQueue[tuple[int, Completion] | None] = SimpleQueue()
+        self._over: deque[Completion] = deque()
         self._is_closed = threading.Event()
-        self._inbox_of_thread = [self._inboxes[drive] for drive, depth in enumerate(depths) for _ in range(depth)]
-        self._threads = [
-            threading.Thread(target=self._serve, args=(drive,), name=f"reader-{drive}-{n}", daemon=True)
-            for drive, depth in enumerate(depths)
-            for n in range(depth)
-        ]
+        self._backend = open_backend(self.modes, depths, limits or [None] * len(modes), is_native=is_native)
         n_hashing = min(-(-sum(depths) // READS_PER_HASH), len(os.sched_getaffinity(0)))
         self._hashing_threads = [threading.Thread(target=self._hash, name=f"reader-hash-{n}", daemon=True) for n in range(n_hashing)]
-        start_threads([*self._threads, *self._hashing_threads])
+        start_threads(self._hashing_threads)
 
-    def submit(self, request: ReadRequest) -> None:
-        self._inboxes[request.drive].put(request)
+    def submit(self, *requests: ReadRequest) -> None:
+        reads = []
+        for request in requests:
+            number = next(self._numbers)
+            self._requests[number] = request
+            reads.append(ToRead(number, request.drive, request.extent, request.buffer))
+        self._backend.submit(reads)
+
+    def take(self, timeout_s: float = 0.0) -> list[Completion]:
+        """Return what has ended, in the order of the ends, after waiting up to timeout_s for the first; one with a hash ends when that is checked."""
+        until, waiting_s = time.perf_counter() + timeout_s, timeout_s
+        while True:
+            done = [*self._over, *(completion for ended in self._backend.take(waiting_s) if (completion := self._completion(ended)))]
+            self._over.clear()
+            waiting_s = until - time.perf_counter()
+            if done or waiting_s <= 0:
+                return done
 
     def wait(self) -> Completion:
-        """Return the next read that has ended, in the order of their ends; one with a hash to check ends when that is done."""
-        return self._done.get()
-
-    @property
-    def completions(self) -> SimpleQueue[Completion]:
-        """What `wait` takes from: for a caller that waits with a limit."""
-        return self._done
+        """Return the next read that has ended."""
+        while not self._over:
+            self._over.extend(self.take(_TICK_S))
+        return self._over.popleft()
 
     def check(self, request: ReadRequest) -> None:
         """Have the hash of bytes that are there checked; it ends like a read."""
-        self._to_hash.put(Completion(request, request.buffer, None, 0.0))
+        self._to_hash.put((next(self._numbers), Completion(request, request.buffer, None, 0.0, time.perf_counter())))
 
     def close(self) -> None:
         """End the threads after the reads and hashes that they are in; requests not yet begun are dropped.
 
         A read that never returns is left behind after CLOSE_S: its thread ends with the process.
         """
+        until = time.perf_counter() + CLOSE_S
         self._is_closed.set()
-        for inbox in self._inbox_of_thread:
-            inbox.put(None)
         for _ in self._hashing_threads:
             self._to_hash.put(None)
-        until = time.perf_counter() + CLOSE_S
-        for thread in (*self._threads, *self._hashing_threads):
+        for thread in self._hashing_threads:
             thread.join(max(0.0, until - time.perf_counter()))
+        self._backend.close(max(0.0, until - time.perf_counter()))
 
     def __enter__(self) -> "Reader":
         return self
@@ -104,35 +120,40 @@ class Reader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _serve(self, drive: int) -> None:
-        inbox, mode, throttle = self._inboxes[drive], self.modes[drive], self._throttles[drive]
-        while (request := inbox.get()) is not None:
-            if self._is_closed.is_set():
-                continue
-            start = time.perf_counter()
-            payload, error = None, None
-            try:
-                payload = read_extent(request.extent, request.buffer, mode)
-                if throttle is not None:
-                    throttle.delay(len(payload), start)
-            except Exception as caught:
-                error = caught
-            done = Completion(request, payload, error, time.perf_counter() - start)
-            if error is None and request.expected_hash is not None:
-                self._to_hash.put(done)
-            else:
-                self._done.put(done)
+    def _completion(self, ended: Ended) -> Completion | None:
+        """Return how a request ended, or None if its hash is still to be checked."""
+        if (checked := self._checked.pop(ended.number, None)) is not None:
+            return checked
+        request = self._requests.pop(ended.number)
+        done = Completion(request, ended.payload, ended.error, ended.seconds, ended.ended)
+        if ended.error is None and request.expected_hash is not None:
+            self._to_hash.put((ended.number, done))
+            return None
+        return done
 
     def _hash(self) -> None:
-        while (done := self._to_hash.get()) is not None:
+        while (item := self._to_hash.get()) is not None:
             if self._is_closed.is_set():
                 continue
+            number, done = item
             assert done.payload is not None
             try:
                 check_hash(done.request.extent, done.payload, done.request.expected_hash)
             except Exception as caught:
                 done = done._replace(payload=None, error=caught)
-            self._done.put(done)
+            self._checked[number] = done
+            self._backend.post(number)
+
+
+def reader_name() -> str:
+    """Return which threads read here."""
+    return "preadv in Python's threads" if native_library()[0] is None else "pread in C threads"
+
+
+def why_slower() -> str | None:
+    """Return what to say where Python's threads have to do, or None."""
+    library, why = native_library()
+    return None if library is not None else f"reads run in Python's threads, which slow them and the engine down: {why}; install gcc"
 
 
 def spare_requests(depth: int) -> int:

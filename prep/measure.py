@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from layout.drives import DirectoryFacts, group_by_device
-from layout.reader import NAME
+from layout.reader import reader_name
 from layout.record import parse_expert_file_name
 from layout.sizes import format_rate, format_size
 from manifests.errors import UsageError
@@ -316,7 +316,7 @@ def _profile(drive: MeasuredDrive, depth: int, run: Run, device_bytes: int | Non
     p50, p95, p99 = (float(np.percentile(times, q)) for q in (50, 95, 99))
     return Profile(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        reader=NAME,
+        reader=reader_name(),
         is_direct=drive.mode.is_direct,
         depth=depth,
         read_bytes_per_s=run.bytes_per_s,

@@ -6,7 +6,7 @@ nothing but wait for the GPU, and everything else, which is host time. On a CPU 
 
 from typing import Any
 
-from layout.reader import NAME
+from layout.reader import reader_name
 from layout.sizes import format_rate, format_size
 from runtime.bench import TIME_PARTS
 from runtime.engine import Engine, Sample
@@ -51,7 +51,7 @@ def statistics(engine: Engine, *, n_generated: int, process_wall_s: float, flat_
             for n, (drive, directory) in enumerate(zip(engine.prepared.manifest.drives, engine.prepared.drive_directories, strict=True))
         ],
         "samples": _plain(timing.samples),
-        "reader": NAME,
+        "reader": reader_name(),
         "device": str(engine.device),
         "vram_cache_slots": engine.store.n_device_slots,
         "host_pool_slots": engine.store.n_host_slots,
@@ -81,7 +81,7 @@ def synthetic_statistics(run: Run, model: SyntheticModel, *, flat_out: float, fl
         "step_s": run.step_s,
         "rows_per_step": run.setting.n_rows,
         "logits_digest": run.digest,
-        "reader": NAME,
+        "reader": reader_name(),
         "device": device,
         "vram_cache_slots": run.setting.n_device_slots,
         "host_pool_slots": run.setting.n_host_slots,

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ from torch import Tensor
 from layout.direct import PAGE, Extent, probe_directory, round_up
 from layout.drives import DirectoryFacts, describe_directory, group_by_device
 from layout.prepared import Copies, Prepared
-from layout.reader import Completion, Reader, ReadRequest
+from layout.reader import Completion, Reader, ReadRequest, why_slower
 from layout.record import RecordLayout
 from manifests.errors import DamagedDataError
 from runtime.arena import Arena, CudaRegistrar
@@ -153,8 +152,9 @@ class Store:
         self._tiers = [prepared.manifest.drives[n].tier for n in self.drives]
         self.modes = [probe_directory(directory) for directory in directories]
         limited = None if limits is None else [limits[n] for n in self.drives]
-        facts = _drive_facts(prepared, self.drives, [describe_directory(directory) for directory in directories], servers, limited)
-        self.depths = [fact.depth for fact in facts]
+        described = [describe_directory(directory) for directory in directories]
+        self.depths = _depths(prepared, self.drives, described, limited)
+        facts = _drive_facts(prepared, self.drives, described, servers, limited, self.depths)
         self._scheduler = Scheduler(facts, tier_caps=tier_caps)
 
         n_bytes, step = prepared.record.n_bytes, max(PAGE, *(mode.alignment for mode in self.modes))
@@ -170,8 +170,10 @@ class Store:
         # Where each record that work may use lies on the device, 0 where there is none.
         self._addresses = np.zeros((prepared.geometry.n_layers, prepared.geometry.n_experts), np.int64)
 
+        if (slower := why_slower()) is not None:
+            on_remark(slower)
         self._reader = Reader(self.modes, self.depths, limits=None if limits is None else [limits[n] for n in self.drives])
-        self._arrivals: SimpleQueue[Completion] = self._reader.completions
+        self._arrived: deque[Completion] = deque()
         self._incoming: dict[ExpertKey, _Incoming] = {}
         # Dead, with a slot of the pool that a read may still write into.
         self._draining: dict[ExpertKey, _Incoming] = {}
@@ -342,18 +344,14 @@ class Store:
             return
         assert self._scheduler.n_in_flight or any(i.n_out for i in self._incoming.values()) or self._draining, "nothing is under way"
         if self.phase is Phase.DECODE:
-            self._host.make_room(min(self._prepared.geometry.n_experts_per_token, self._host.n_slots // 16))
+            self._host.make_room(min(self._prepared.geometry.n_experts_per_token, self._host.n_slots // 4))
         start = time.perf_counter()
-        try:
-            done = self._arrivals.get(timeout=_TICK_S)
-        except Empty:
-            done = None
+        self._arrived.extend(self._reader.take(_TICK_S))
         now = time.perf_counter()
         self.counts.wait_s += now - start
         self.counts.n_waits += 1
         state.waited_s += now - start
-        if done is not None:
-            self._take(done)
+        self._take_arrived()
         if state.waited_s >= (state.n_alarms + 1) * _ALARM_S:
             state.n_alarms += 1
             self._on_remark(self._alarm(state))
@@ -363,12 +361,8 @@ class Store:
         while self._uploads and self._uploads[0][0].is_done():
             _, key, room, is_spare = self._uploads.popleft()
             self._free(key, room, is_spare)
-        while True:
-            try:
-                done = self._arrivals.get_nowait()
-            except Empty:
-                break
-            self._take(done)
+        self._arrived.extend(self._reader.take())
+        self._take_arrived()
         now = time.perf_counter()
         if now - self._looked_at > _TICK_S:
             self._looked_at = now
@@ -416,6 +410,7 @@ class Store:
 
     def _start(self, now: float) -> None:
         """Hand the reader what the drives have room for."""
+        requests = []
         for read in self._scheduler.starts(now):
             incoming, drive = read.job.tag, read.drive
             assert isinstance(incoming, _Incoming)
@@ -429,20 +424,24 @@ class Store:
             if path is None:
                 path = incoming.paths[drive] = self._prepared.expert_extent(self.drives[drive], *incoming.key).path
             extent = Extent(path, chunk.begin, chunk.end - chunk.begin)
-            self._reader.submit(ReadRequest(ticket, drive, extent, self.arena.slot(incoming.room)[chunk.begin :]))
+            requests.append(ReadRequest(ticket, drive, extent, self.arena.slot(incoming.room)[chunk.begin :]))
+        if requests:
+            self._reader.submit(*requests)
 
-    def _take(self, done: Completion) -> None:
-        """Act on what the reader says."""
-        tag = done.request.tag
-        if isinstance(tag, _Ticket):
-            self._take_read(done, tag)
-        else:
-            assert isinstance(tag, _Incoming)
-            self._take_hash(done, tag)
+    def _take_arrived(self) -> None:
+        """Act on what the reader says; if that breaks the layer off, the rest is left for the next."""
+        while self._arrived:
+            done = self._arrived.popleft()
+            tag = done.request.tag
+            if isinstance(tag, _Ticket):
+                self._take_read(done, tag)
+            else:
+                assert isinstance(tag, _Incoming)
+                self._take_hash(done, tag)
 
     def _take_read(self, done: Completion, ticket: _Ticket) -> None:
         read, incoming = ticket.read, ticket.incoming
-        ended = min(time.perf_counter(), read.began + done.seconds)
+        ended = done.ended
         incoming.n_out -= 1
         for count in ticket.counts:
             count.end(ended)
@@ -733,25 +732,35 @@ class _Holders:
         return self._drives_of[self._masks[key.layer][key.expert]]
 
 
+def _depths(prepared: Prepared, drives: Sequence[int], facts: Sequence[DirectoryFacts], limits: Sequence[float | None] | None) -> list[int]:
+    """Return how many requests each drive has in flight at most."""
+    profiles, slowed = [prepared.manifest.drives[n].profile for n in drives], limits or [None] * len(drives)
+    return [
+        min(MOST_DEPTH, profile.depth) if profile else _unmeasured_depth(fact, limit)
+        for profile, fact, limit in zip(profiles, facts, slowed, strict=True)
+    ]
+
+
+def _n_ahead(depth: int) -> int:
+    """Return how many requests wait at a drive beyond those in flight, so that it does not idle while the engine is busy with an arrival."""
+    return 1 + depth // 8
+
+
 def _drive_facts(
     prepared: Prepared,
     drives: Sequence[int],
     facts: Sequence[DirectoryFacts],
     servers: Sequence[int] | None,
     limits: Sequence[float | None] | None,
+    depths: Sequence[int],
 ) -> list[DriveFacts]:
     """Return what is known of the drives. Rates count only if all are known: a measured one is not to be compared with a guess."""
     numbers = group_by_device(facts) if servers is None else [servers[n] for n in drives]
     dense = {number: n for n, number in enumerate(dict.fromkeys(numbers))}
     profiles = [prepared.manifest.drives[n].profile for n in drives]
-    slowed = limits or [None] * len(drives)
-    rates = [profile.read_bytes_per_s if profile else limit for profile, limit in zip(profiles, slowed, strict=True)]
-    depths = [
-        min(MOST_DEPTH, profile.depth) if profile else _unmeasured_depth(fact, limit)
-        for profile, fact, limit in zip(profiles, facts, slowed, strict=True)
-    ]
+    rates = [profile.read_bytes_per_s if profile else limit for profile, limit in zip(profiles, limits or [None] * len(drives), strict=True)]
     return [
-        DriveFacts(dense[number], prepared.manifest.drives[n].tier, depth, rate if all(rates) else None)
+        DriveFacts(dense[number], prepared.manifest.drives[n].tier, depth + _n_ahead(depth), rate if all(rates) else None)
         for n, number, depth, rate in zip(drives, numbers, depths, rates, strict=True)
     ]
 

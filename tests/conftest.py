@@ -91,3 +91,9 @@ def prepared_copy(extractions: dict[str, Path], tmp_path: Path) -> Path:
 def checkpoint_copy(tmp_path: Path) -> Iterator[Path]:
     """The tiny K3.1 checkpoint, for a test to damage."""
     yield Path(shutil.copytree(DATA / "tiny-k3.1", tmp_path / "checkpoint"))
+
+
+@pytest.fixture
+def python_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have Python's threads read, for tests that make a read fail or wait within Python."""
+    monkeypatch.setattr("layout.read_backends.native_library", lambda: (None, "the test looks into Python's threads"))

@@ -58,6 +58,15 @@ def test_each_expert_on_the_device_has_one_group_with_all_its_rows(n_rows: int, 
     assert set(led) == {expert for expert in ids.ravel().tolist() if known[expert]}
 
 
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.skipif(not IS_INTERPRETED, reason="no interpreter")), CUDA])
+def test_where_kernels_run_one_makes_the_groups(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A dozen small launches give the same tables, eighty microseconds later: nothing else would tell.
+    monkeypatch.setattr("runtime.kernels.groups._group_kernel", {})
+    ids, known = problem(2)
+    with pytest.raises(KeyError):
+        group_resident(torch.from_numpy(ids).to(device), torch.from_numpy(known).to(device), filled(2 * K, device))
+
+
 @pytest.mark.parametrize("n_rows", N_ROWS)
 def test_groups_made_on_the_host_are_those_of_the_device(n_rows: int) -> None:
     ids, _ = problem(n_rows, seed=1)

@@ -94,6 +94,7 @@ def test_the_rate_of_a_part_counts_the_reads_that_ended_in_it() -> None:
     assert run.bytes_per_s == 10
 
 
+@pytest.mark.usefixtures("python_reads")
 @pytest.mark.parametrize("depth", [1, 3, 8])
 def test_depth_reads_are_in_flight_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
     dealer, lock, now, most = deck(make_files(tmp_path, 20)), threading.Lock(), [0], [0]
@@ -113,6 +114,7 @@ def test_depth_reads_are_in_flight_and_no_more(tmp_path: Path, monkeypatch: pyte
     assert most[0] == depth
 
 
+@pytest.mark.usefixtures("python_reads")
 def test_large_buffers_begin_on_huge_pages_and_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     n_bytes, seen = 3 << 20, set[int]()
     dealer = deck(make_files(tmp_path, 6, n_bytes), n_bytes=n_bytes)
@@ -124,6 +126,7 @@ def test_large_buffers_begin_on_huge_pages_and_do_not_overlap(tmp_path: Path, mo
     assert all(b - a >= n_bytes for a, b in pairwise(starts))
 
 
+@pytest.mark.usefixtures("python_reads")
 def test_a_read_error_in_the_middle_names_file_and_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = make_files(tmp_path, 20)
     dealer = deck(paths)

@@ -106,6 +106,7 @@ def two_servers(tmp_path: Path, memory: Path) -> list[Path]:  # noqa: F811
     return directories
 
 
+@pytest.mark.usefixtures("python_reads")
 def test_drives_that_slow_each_other_down_are_a_link(tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     directories, lock = two_servers(tmp_path, memory), threading.Lock()
     slow_reads(monkeypatch, lambda path: lock)
@@ -119,6 +120,7 @@ def test_drives_that_slow_each_other_down_are_a_link(tmp_path: Path, memory: Pat
     assert kept == SharedLink(("x", "y"), link.bytes_per_s)
 
 
+@pytest.mark.usefixtures("python_reads")
 def test_drives_that_do_not_are_none(tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     directories = two_servers(tmp_path, memory)
     locks = {str(directory): threading.Lock() for directory in directories}

@@ -264,6 +264,7 @@ def path_of(fd: int) -> Path:
     return Path(os.readlink(f"/proc/self/fd/{fd}"))
 
 
+@pytest.mark.usefixtures("python_reads")
 def test_the_spines_blocks_are_hashed_in_their_order_whatever_the_order_of_their_ends(prepared_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, rng, ends = os.preadv, random.Random(4), []
 
@@ -281,6 +282,7 @@ def test_the_spines_blocks_are_hashed_in_their_order_whatever_the_order_of_their
     assert [fault.partition(":")[0] for fault in findings_of(prepared_copy).bad_files] == [f"{prepared_copy}/spine.gguf"]
 
 
+@pytest.mark.usefixtures("python_reads")
 def test_a_drive_that_fails_within_the_spine_is_told_once_and_the_records_are_read_all_the_same(
     prepared_copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

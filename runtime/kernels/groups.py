@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.kernels.launch import OPTIONS, block_of, constexpr, jit, runs_kernels, tl
+from runtime.kernels.launch import OPTIONS, block_of, constexpr, jit, runs_on, tl
 from runtime.kernels.rows import TILE_ROWS
 
 
@@ -46,7 +46,7 @@ def group_resident(ids: Tensor, known: Tensor, out: Groups) -> None:
     known  int64 [experts], the address of each expert's record, 0 where there is none
     """
     n_rows, k = ids.shape
-    if runs_kernels(ids, known):
+    if runs_on(ids, known):
         _group_kernel[(n_rows * k,)](ids, known, *out, n_rows, k, TILE_ROWS, block_of(k), num_warps=1, **OPTIONS)
         return
     flat = ids.flatten()

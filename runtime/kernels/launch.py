@@ -20,7 +20,7 @@ except ModuleNotFoundError:
     constexpr = tensor = object
 
 __all__ = [
-    "DOT_PRECISION", "OPTIONS", "block_of", "constexpr", "is_ready", "jit", "ready", "rows_of", "runs_kernels", "tensor", "tl", "warps_of",
+    "DOT_PRECISION", "OPTIONS", "block_of", "constexpr", "is_ready", "jit", "ready", "rows_of", "runs_kernels", "runs_on", "tensor", "tl", "warps_of",
 ]  # fmt: skip
 
 HAS_TRITON = triton is not None
@@ -47,9 +47,14 @@ def runs_kernels(*tensors: Tensor) -> bool:
 
     Kernels have no backward pass; whoever trains through decode arithmetic gets the plain form, which agrees within rounding.
     """
-    if not HAS_TRITON or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return False
-    return all(x.dtype is torch.float32 and (x.is_cuda or IS_INTERPRETED) for x in tensors)
+    return runs_on(*tensors) and all(x.dtype is torch.float32 for x in tensors)
+
+
+def runs_on(*tensors: Tensor) -> bool:
+    """Return whether Triton kernels compute where these tensors lie: on a GPU, or anywhere under the interpreter."""
+    return HAS_TRITON and all(x.is_cuda or IS_INTERPRETED for x in tensors)
 
 
 def ready(x: Tensor) -> Tensor:
