@@ -11,13 +11,13 @@ Shapes: M rows (at most TILE_ROWS), k experts per row, n groups.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.kernels.launch import OPTIONS, block_of, constexpr, jit, runs_on, tl
+from runtime.kernels.launch import OPTIONS, block_of, constexpr, jit, runs_on, tensor, tl
 from runtime.kernels.rows import TILE_ROWS
 
 
@@ -62,7 +62,7 @@ def group_resident(ids: Tensor, known: Tensor, out: Groups) -> None:
 
 
 @jit("n_rows")
-def _group_kernel(ids: Any, known: Any, addresses: Any, rows: Any, places: Any, n_rows: Any,
+def _group_kernel(ids: tensor, known: tensor, addresses: tensor, rows: tensor, places: tensor, n_rows: tensor,
                   K: constexpr, TILE: constexpr, WIDTH: constexpr) -> None:  # fmt: skip
     pair, row, rank = tl.program_id(0), tl.arange(0, TILE), tl.arange(0, WIDTH)
     expert = tl.load(ids + pair)
