@@ -1,7 +1,6 @@
 """Triton's kernels are compiled for the cards, without one: what the interpreter takes, the compiler may not."""
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +34,8 @@ class Card:
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Have every launch compile its kernel and run nothing; count the launches by kernel."""
-    from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
     real, launches = JITFunction.run, Counter[str]()
@@ -50,16 +48,15 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     for module in ("launch", "groups"):
         monkeypatch.setattr(f"runtime.kernels.{module}.runs_on", lambda *tensors: True)
     monkeypatch.setattr("runtime.kernels.cuda_library.why_not", lambda *_: "there is no GPU")
-    yield launches
-    driver.reset_active()
+    return launches
 
 
 @pytest.mark.filterwarnings("ignore:the CUDA C")
 @pytest.mark.parametrize("capability", [90, 120])
-def test_every_kernel_of_decode_compiles(capability: int, compiled: Counter[str], tmp_path: Path) -> None:
+def test_every_kernel_of_decode_compiles(capability: int, compiled: Counter[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.driver import driver
 
-    driver.set_active(Card(capability))
+    monkeypatch.setattr(driver, "_active", Card(capability))
     drive = EmulatedDrive(tmp_path, None, 1.0)
     rig = Rig(load_geometry("tiny"), torch.device("cpu"), [drive], 4)
     rig.run(Setting((drive,), 40, 64, n_tokens=1, n_warm=0))
