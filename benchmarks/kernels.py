@@ -1,9 +1,10 @@
 """Times the product kernels on the GPU at hand beside a copy of device memory, with random weights of the sizes of K3.1.
 
-    python benchmarks/kernels.py [--json FILE] [--triton]
+    python benchmarks/kernels.py [--json FILE] [--variant small | --triton]
 
 A rate is bytes of weights per second, its share that of the copy, which counts bytes read and written. Every figure is the median of graph
-replays that go through more than a gigabyte of different weights, so that no cache helps.
+replays that go through more than a gigabyte of different weights, so that no cache helps. `--variant` takes the kernels that another GPU would
+run: with less shared memory per block, or without bulk copies; their bits are the same.
 """
 
 import argparse
@@ -18,15 +19,15 @@ import torch
 from torch import Tensor
 
 from layout.record import RecordLayout
-from runtime.kernels import bf16, expert, q8_0
 from runtime.kernels.bf16 import bf16_product
+from runtime.kernels.cuda_library import VARIANTS, Variant, find_library, reject, variant_of
 from runtime.kernels.expert import run_experts
 from runtime.kernels.products_check import random_q8_0, random_record, self_test
 from runtime.kernels.q8_0 import q8_0_product
 from runtime.kernels.rows import TILE_ROWS, forbid_tf32
 
 WORKING_SET_BYTES = 1_500_000_000
-ROW_COUNTS = (1, 2, 8, 16)
+ROW_COUNTS = (1, 2, 8, 9, 16)
 # What decode multiplies at once: [rows of weights, columns].
 Q8_0_SHAPES = {
     "KDA q k v g f_a beta": (4 * 12288 + 128 + 96, 7168),
@@ -44,40 +45,42 @@ Q8_0_SHAPES = {
 }
 GATE_SHAPE = (896, 7168)
 RECORD = RecordLayout(3584, 3072)
-SITU = {"situ_beta": 4.0, "situ_linear_beta": 25.0}
+BETA, LINEAR_BETA = 4.0, 25.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--triton", action="store_true", help="time the Triton kernels, which run where the CUDA C++ kernels cannot")
+    parser.add_argument("--variant", choices=[variant.name for variant in VARIANTS], help="of the CUDA C++ kernels, if not the GPU's own")
     arguments = parser.parse_args()
-    if arguments.triton:
-        for module in (bf16, expert, q8_0):
-            module.find_library = lambda device: None  # type: ignore[attr-defined]
     forbid_tf32()
     device = torch.device("cuda", torch.cuda.current_device())
-    result = measure(device)
+    if arguments.triton:
+        reject(device, "--triton")
+    variant = next((variant for variant in VARIANTS if variant.name == arguments.variant), None)
+    result = measure(device, variant)
     for line in table(result):
         print(line)
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1))
 
 
-def measure(device: torch.device) -> dict[str, Any]:
+def measure(device: torch.device, variant: Variant | None) -> dict[str, Any]:
     """Return all figures: bytes/s of the copy, and for each product its rows, microseconds, and share of the copy's rate."""
     source = torch.Generator(device).manual_seed(0)
     warm_up(device)
     copy_rate = time_copy(device)
-    products = [row for name, shape in Q8_0_SHAPES.items() for row in time_q8_0(name, shape, source)]
-    products += time_bf16(source)
-    products += [row for n in (1, 4, 16, 32) for row in time_experts(n, source)]
+    products = [row for name, shape in Q8_0_SHAPES.items() for row in time_q8_0(name, shape, source, variant)]
+    products += time_bf16(source, variant)
+    products += [row for n in (1, 4, 16, 32) for row in time_experts(n, source, variant)]
     for row in products:
         row["share_of_copy"] = row["n_bytes"] / row["us"] * 1e6 / copy_rate
     # The rate is measured again: where the two differ, the machine was not quiet.
     return {
         "device": torch.cuda.get_device_name(device),
         "torch": torch.__version__,
+        "kernels": (variant or variant_of(device)).name if find_library(device, variant) is not None else "triton",
         "copy_bytes_per_s": [copy_rate, time_copy(device)],
         "self_test": self_test(device),
         "products": products,
@@ -85,7 +88,7 @@ def measure(device: torch.device) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    lines = [f"{result['device']}, torch {result['torch']}; copy {result['copy_bytes_per_s'][0] / 1e9:,.0f} GB/s"]
+    lines = [f"{result['device']}, torch {result['torch']}, kernels {result['kernels']}; copy {result['copy_bytes_per_s'][0] / 1e9:,.0f} GB/s"]
     for name, is_right, seconds in result["self_test"]:
         lines.append(f"  {name}: {'right' if is_right else 'WRONG'} ({seconds:.3f} s)")
     for row in result["products"]:
@@ -111,29 +114,30 @@ def time_copy(device: torch.device) -> float:
     return 2 * n_bytes / (elapsed_us(lambda: b.copy_(a)) * 1e-6)
 
 
-def time_q8_0(name: str, shape: tuple[int, int], source: torch.Generator) -> list[dict[str, Any]]:
+def time_q8_0(name: str, shape: tuple[int, int], source: torch.Generator, variant: Variant | None) -> list[dict[str, Any]]:
     first = random_q8_0(*shape, source)
     matrices = [first] + [first._replace(data=first.data.clone()) for _ in range(min(200, WORKING_SET_BYTES // first.data.numel()))]
     rows = []
     for n_rows in ROW_COUNTS:
         x = torch.randn(n_rows, shape[1], generator=source, device=source.device)
         out = torch.empty(n_rows, shape[0], device=source.device)
-        calls = [lambda w=w, x=x, out=out: q8_0_product(x, w, out) for w in matrices]
+        calls = [lambda w=w, x=x, out=out: q8_0_product(x, w, out, variant=variant) for w in matrices]
         rows.append(_row(name, n_rows, first.data.numel(), calls))
     return rows
 
 
-def time_bf16(source: torch.Generator) -> list[dict[str, Any]]:
+def time_bf16(source: torch.Generator, variant: Variant | None) -> list[dict[str, Any]]:
     weights = [torch.randn(GATE_SHAPE, generator=source, device=source.device).bfloat16() for _ in range(100)]
     rows = []
     for n_rows in ROW_COUNTS:
         x = torch.randn(n_rows, GATE_SHAPE[1], generator=source, device=source.device)
         out = torch.empty(n_rows, GATE_SHAPE[0], device=source.device)
-        rows.append(_row("router gate", n_rows, weights[0].numel() * 2, [lambda w=w, x=x, out=out: bf16_product(x, w, out) for w in weights]))
+        calls = [lambda w=w, x=x, out=out: bf16_product(x, w, out, variant=variant) for w in weights]
+        rows.append(_row("router gate", n_rows, weights[0].numel() * 2, calls))
     return rows
 
 
-def time_experts(n: int, source: torch.Generator) -> list[dict[str, Any]]:
+def time_experts(n: int, source: torch.Generator, variant: Variant | None) -> list[dict[str, Any]]:
     """Time groups of n experts, every one used by all rows."""
     device, n_groups = source.device, max(3, WORKING_SET_BYTES // (n * RECORD.n_bytes))
     records = [random_record(RECORD, source) for _ in range(n * n_groups)]
@@ -146,7 +150,7 @@ def time_experts(n: int, source: torch.Generator) -> list[dict[str, Any]]:
         outputs = torch.empty(n * n_rows, RECORD.latent_size, device=device)
 
         def call(at: Tensor, z: Tensor = z, tables: tuple[Tensor, Tensor] = tables, outputs: Tensor = outputs) -> None:
-            run_experts(z, at, *tables, RECORD, **SITU, hidden=hidden, outputs=outputs)
+            run_experts(z, at, *tables, RECORD, situ_beta=BETA, situ_linear_beta=LINEAR_BETA, hidden=hidden, outputs=outputs, variant=variant)
 
         rows.append(_row(f"experts, {n}", n_rows, n * RECORD.n_bytes, [lambda at=at, call=call: call(at) for at in addresses]))
     return rows

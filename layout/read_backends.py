@@ -11,9 +11,10 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import cache
+from itertools import count
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from layout.compiled import cached_library, compile_once, why_it_failed
 from layout.direct import Extent, ReadMode, ShortReadError, read_extent, round_up
@@ -25,25 +26,26 @@ CC_FLAGS = ("-O2", "-std=c11", "-shared", "-fPIC", "-pthread")
 # Ends that one call takes at most.
 _MOST_TAKEN = 64
 # Reads whose threads were still at them when their reader closed: their buffers must stay.
-_abandoned: "list[dict[int, ToRead]]" = []
+_abandoned: "list[dict[int, ReadRequest]]" = []
 
 
-class ToRead(NamedTuple):
-    """A read to do, under a number that its end carries; `buffer` is as read_extent wants it."""
+class ReadRequest(NamedTuple):
+    """A read to do, into a buffer as read_extent wants it. `drive` is an index into the reader's drives.
 
-    number: int
+    expected_hash  xxh3-128, hex, that is checked where it is given: by the reader, not by what reads
+    """
+
+    tag: Any
     drive: int
     extent: Extent
     buffer: memoryview
+    expected_hash: str | None = None
 
 
-class Ended(NamedTuple):
-    """A read that ended: what it read, or its error, the seconds it took, and when that was by the performance counter.
+class Completion(NamedTuple):
+    """A read that ended: its bytes, or the error that it met, the time of the read alone, and when that ended by the performance counter."""
 
-    Neither payload nor error for a number that was posted.
-    """
-
-    number: int
+    request: ReadRequest
     payload: memoryview | None
     error: Exception | None
     seconds: float
@@ -53,14 +55,14 @@ class Ended(NamedTuple):
 class Backend(Protocol):
     """What reads. Submitting and taking are one thread's; any thread may post."""
 
-    def submit(self, reads: Sequence[ToRead]) -> None: ...
+    def submit(self, requests: Sequence[ReadRequest]) -> None: ...
 
-    def take(self, timeout_s: float) -> list[Ended]:
-        """Return what has ended, after waiting up to timeout_s for the first of it."""
+    def take(self, timeout_s: float) -> list[tuple[Completion, bool]]:
+        """Return what has ended, after waiting up to timeout_s for the first of it, and whether it was posted."""
         ...
 
-    def post(self, number: int) -> None:
-        """Have `take` return a number that no read has."""
+    def post(self, done: Completion) -> None:
+        """Have `take` return this."""
         ...
 
     def close(self, timeout_s: float) -> None:
@@ -74,8 +76,8 @@ class PythonThreads:
     def __init__(self, modes: Sequence[ReadMode], depths: Sequence[int], limits: Sequence[float | None]) -> None:
         self._modes = modes
         self._throttles = [None if limit is None else Throttle(limit) for limit in limits]
-        self._inboxes: list[SimpleQueue[ToRead | None]] = [SimpleQueue() for _ in modes]
-        self._ended: SimpleQueue[Ended] = SimpleQueue()
+        self._inboxes: list[SimpleQueue[ReadRequest | None]] = [SimpleQueue() for _ in modes]
+        self._ended: SimpleQueue[tuple[Completion, bool]] = SimpleQueue()
         self._is_closed = threading.Event()
         self._inbox_of_thread = [self._inboxes[drive] for drive, depth in enumerate(depths) for _ in range(depth)]
         self._threads = [
@@ -85,12 +87,12 @@ class PythonThreads:
         ]
         start_threads(self._threads)
 
-    def submit(self, reads: Sequence[ToRead]) -> None:
-        for read in reads:
-            self._inboxes[read.drive].put(read)
+    def submit(self, requests: Sequence[ReadRequest]) -> None:
+        for request in requests:
+            self._inboxes[request.drive].put(request)
 
-    def take(self, timeout_s: float) -> list[Ended]:
-        ended = list[Ended]()
+    def take(self, timeout_s: float) -> list[tuple[Completion, bool]]:
+        ended = list[tuple[Completion, bool]]()
         try:
             ended.append(self._ended.get(timeout=timeout_s) if timeout_s > 0 else self._ended.get_nowait())
             while True:
@@ -98,8 +100,8 @@ class PythonThreads:
         except Empty:
             return ended
 
-    def post(self, number: int) -> None:
-        self._ended.put(Ended(number, None, None, 0.0, time.perf_counter()))
+    def post(self, done: Completion) -> None:
+        self._ended.put((done, True))
 
     def close(self, timeout_s: float) -> None:
         self._is_closed.set()
@@ -111,19 +113,19 @@ class PythonThreads:
 
     def _serve(self, drive: int) -> None:
         inbox, mode, throttle = self._inboxes[drive], self._modes[drive], self._throttles[drive]
-        while (read := inbox.get()) is not None:
+        while (request := inbox.get()) is not None:
             if self._is_closed.is_set():
                 continue
             start = time.perf_counter()
             payload, error = None, None
             try:
-                payload = read_extent(read.extent, read.buffer, mode)
+                payload = read_extent(request.extent, request.buffer, mode)
                 if throttle is not None:
                     throttle.delay(len(payload), start)
             except Exception as caught:
                 error = caught
             ended = time.perf_counter()
-            self._ended.put(Ended(read.number, payload, error, ended - start, ended))
+            self._ended.put((Completion(request, payload, error, ended - start, ended), False))
 
 
 class _Request(ctypes.Structure):
@@ -154,8 +156,9 @@ class NativeThreads:
     def __init__(self, library: ctypes.CDLL, modes: Sequence[ReadMode], depths: Sequence[int], limits: Sequence[float | None]) -> None:
         """Raises OSError if the threads cannot be started."""
         self._library, self._modes, n = library, modes, len(modes)
-        self._reads: dict[int, ToRead] = {}
-        self._failed: dict[int, Exception] = {}
+        self._numbers = count()
+        self._reads: dict[int, ReadRequest] = {}
+        self._posted: dict[int, Completion] = {}
         self._taken = (_Completion * _MOST_TAKEN)()
         error = ctypes.c_int()
         self._pool = library.pool_open(
@@ -172,24 +175,24 @@ class NativeThreads:
             self.close(1.0)
             raise OSError(error.value, f"{sum(depths)} threads that read: {os.strerror(error.value)}")
 
-    def submit(self, reads: Sequence[ToRead]) -> None:
-        requests = []
-        for read in reads:
-            self._reads[read.number] = read
+    def submit(self, requests: Sequence[ReadRequest]) -> None:
+        made = []
+        for request in requests:
+            number = next(self._numbers)
             try:
-                requests.append(self._request(read))
+                made.append(self._request(number, request))
             except (TypeError, ValueError, BufferError) as error:
-                self._failed[read.number] = error
-                self.post(read.number)
-        self._check(self._library.pool_submit(self._pool, len(requests), (_Request * len(requests))(*requests)))
+                self._post(number, Completion(request, None, error, 0.0, time.perf_counter()))
+            else:
+                self._reads[number] = request
+        self._check(self._library.pool_submit(self._pool, len(made), (_Request * len(made))(*made)))
 
-    def take(self, timeout_s: float) -> list[Ended]:
+    def take(self, timeout_s: float) -> list[tuple[Completion, bool]]:
         n = self._library.pool_take(self._pool, self._taken, _MOST_TAKEN, timeout_s) if self._pool else 0
         return [self._ended(self._taken[k]) for k in range(n)]
 
-    def post(self, number: int) -> None:
-        if self._pool:
-            self._check(self._library.pool_post(self._pool, number))
+    def post(self, done: Completion) -> None:
+        self._post(next(self._numbers), done)
 
     def close(self, timeout_s: float) -> None:
         until = time.perf_counter() + timeout_s
@@ -205,33 +208,49 @@ class NativeThreads:
             self._library.pool_free(pool)
             self._reads.clear()
 
-    def _request(self, read: ToRead) -> _Request:
-        extent, mode = read.extent, self._modes[read.drive]
+    def _post(self, number: int, done: Completion) -> None:
+        self._posted[number] = done
+        if self._pool:
+            self._check(self._library.pool_post(self._pool, number))
+
+    def _request(self, number: int, request: ReadRequest) -> _Request:
+        extent, mode = request.extent, self._modes[request.drive]
         lead = extent.offset % mode.alignment if mode.is_direct else 0
         needed = lead + extent.n_bytes
         room = round_up(needed, mode.alignment) if mode.is_direct else needed
-        if len(read.buffer) < room:
-            raise ValueError(f"{extent.path}: a buffer of {len(read.buffer)} bytes for a read of {room}")
-        address = ctypes.addressof(ctypes.c_char.from_buffer(read.buffer))
-        return _Request(read.number, os.fsencode(extent.path), address, extent.offset - lead, needed, room, read.drive)
+        if len(request.buffer) < room:
+            raise ValueError(f"{extent.path}: a buffer of {len(request.buffer)} bytes for a read of {room}")
+        address = ctypes.addressof(ctypes.c_char.from_buffer(request.buffer))
+        return _Request(number, os.fsencode(extent.path), address, extent.offset - lead, needed, room, request.drive)
 
-    def _ended(self, completion: _Completion) -> Ended:
-        number, got, code, times = completion.id, completion.got, completion.error, (completion.seconds, completion.ended)
-        read = self._reads.pop(number, None)
-        if read is None or number in self._failed:
-            return Ended(number, None, self._failed.pop(number, None), 0.0, time.perf_counter())
-        extent, mode = read.extent, self._modes[read.drive]
+    def _ended(self, completion: _Completion) -> tuple[Completion, bool]:
+        number, got, code = completion.id, completion.got, completion.error
+        request = self._reads.pop(number, None)
+        if request is None:
+            return self._posted.pop(number), True
+        extent, payload = request.extent, None
+        error: Exception | None = None
+        lead = extent.offset % mode.alignment if (mode := self._modes[request.drive]).is_direct else 0
         if code:
-            return Ended(number, None, OSError(code, os.strerror(code), str(extent.path)), *times)
-        lead = extent.offset % mode.alignment if mode.is_direct else 0
-        if got < lead + extent.n_bytes:
-            return Ended(number, None, ShortReadError.of(extent, extent.offset - lead + got), *times)
+            error = OSError(code, os.strerror(code), str(extent.path))
+        elif got < lead + extent.n_bytes:
+            error = _short(extent, extent.offset - lead + got)
+        else:
+            payload = request.buffer[lead : lead + extent.n_bytes]
         # Linux's performance counter is the monotonic clock.
-        return Ended(number, read.buffer[lead : lead + extent.n_bytes], None, *times)
+        return Completion(request, payload, error, completion.seconds, completion.ended), False
 
     def _check(self, status: int) -> None:
         if status:
             raise MemoryError
+
+
+def _short(extent: Extent, end: int) -> Exception:
+    try:
+        return ShortReadError.of(extent, end)
+    except OSError as error:
+        # It is gone since.
+        return error
 
 
 @cache

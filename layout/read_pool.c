@@ -241,12 +241,12 @@ int pool_submit(struct pool *pool, int64_t n, const struct request *requests) {
         append(&made, item);
     }
     pthread_mutex_lock(&pool->lock);
-    for (struct item *item; (item = take_first(&made));) {
-        struct drive *drive = &pool->drives[item->request.drive];
-        append(&drive->waiting, item);
-        pthread_cond_signal(&drive->has_work);
-    }
+    for (struct item *item; (item = take_first(&made));)
+        append(&pool->drives[item->request.drive].waiting, item);
     pthread_mutex_unlock(&pool->lock);
+    /* Without the lock, which those that wake want at once. */
+    for (int64_t k = 0; k < n; k++)
+        pthread_cond_signal(&pool->drives[requests[k].drive].has_work);
     return 0;
 }
 

@@ -9,42 +9,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from itertools import count
 from queue import SimpleQueue
-from typing import Any, NamedTuple
 
 import xxhash
 
 from layout.direct import Extent, ReadMode
 from layout.parallel import start_threads
-from layout.read_backends import Ended, ToRead, native_library, open_backend
+from layout.read_backends import Completion, ReadRequest, native_library, open_backend
 from manifests.errors import DamagedDataError
+
+__all__ = ["CLOSE_S", "Completion", "ReadRequest", "Reader", "check_hash", "reader_name", "spare_requests", "why_slower"]
 
 # One thread hashes what several read: xxh3-128 takes 20 GB/s and more from memory on one core.
 READS_PER_HASH = 4
 CLOSE_S = 30.0
 # How long a wait may keep an interrupt.
 _TICK_S = 0.1
-
-
-class ReadRequest(NamedTuple):
-    """A read to do. `drive` is an index into the reader's drives; `expected_hash` (xxh3-128, hex) is checked where it is given."""
-
-    tag: Any
-    drive: int
-    extent: Extent
-    buffer: memoryview
-    expected_hash: str | None = None
-
-
-class Completion(NamedTuple):
-    """A read that ended: its bytes, or the error that it met, the time of the read alone, and when that ended by the performance counter."""
-
-    request: ReadRequest
-    payload: memoryview | None
-    error: Exception | None
-    seconds: float
-    ended: float
 
 
 class Reader:
@@ -62,10 +42,8 @@ class Reader:
         limits     bytes per second that drives are slowed down to; None leaves them as they are
         is_native  whether C's threads read, or Python's; None: C's if they can be had
         """
-        self.modes, self._numbers = tuple(modes), count()
-        self._requests: dict[int, ReadRequest] = {}
-        self._checked: dict[int, Completion] = {}
-        self._to_hash: SimpleQueue[tuple[int, Completion] | None] = SimpleQueue()
+        self.modes = tuple(modes)
+        self._to_hash: SimpleQueue[Completion | None] = SimpleQueue()
         self._over: deque[Completion] = deque()
         self._is_closed = threading.Event()
         self._backend = open_backend(self.modes, depths, limits or [None] * len(modes), is_native=is_native)
@@ -74,19 +52,19 @@ class Reader:
         start_threads(self._hashing_threads)
 
     def submit(self, *requests: ReadRequest) -> None:
-        reads = []
-        for request in requests:
-            number = next(self._numbers)
-            self._requests[number] = request
-            reads.append(ToRead(number, request.drive, request.extent, request.buffer))
-        self._backend.submit(reads)
+        self._backend.submit(requests)
 
     def take(self, timeout_s: float = 0.0) -> list[Completion]:
         """Return what has ended, in the order of the ends, after waiting up to timeout_s for the first; one with a hash ends when that is checked."""
         until, waiting_s = time.perf_counter() + timeout_s, timeout_s
         while True:
-            done = [*self._over, *(completion for ended in self._backend.take(waiting_s) if (completion := self._completion(ended)))]
+            done = list(self._over)
             self._over.clear()
+            for completion, is_checked in self._backend.take(0.0 if done else waiting_s):
+                if completion.request.expected_hash is None or completion.error is not None or is_checked:
+                    done.append(completion)
+                else:
+                    self._to_hash.put(completion)
             waiting_s = until - time.perf_counter()
             if done or waiting_s <= 0:
                 return done
@@ -99,7 +77,7 @@ class Reader:
 
     def check(self, request: ReadRequest) -> None:
         """Have the hash of bytes that are there checked; it ends like a read."""
-        self._to_hash.put((next(self._numbers), Completion(request, request.buffer, None, 0.0, time.perf_counter())))
+        self._to_hash.put(Completion(request, request.buffer, None, 0.0, time.perf_counter()))
 
     def close(self) -> None:
         """End the threads after the reads and hashes that they are in; requests not yet begun are dropped.
@@ -120,29 +98,16 @@ class Reader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _completion(self, ended: Ended) -> Completion | None:
-        """Return how a request ended, or None if its hash is still to be checked."""
-        if (checked := self._checked.pop(ended.number, None)) is not None:
-            return checked
-        request = self._requests.pop(ended.number)
-        done = Completion(request, ended.payload, ended.error, ended.seconds, ended.ended)
-        if ended.error is None and request.expected_hash is not None:
-            self._to_hash.put((ended.number, done))
-            return None
-        return done
-
     def _hash(self) -> None:
-        while (item := self._to_hash.get()) is not None:
+        while (done := self._to_hash.get()) is not None:
             if self._is_closed.is_set():
                 continue
-            number, done = item
             assert done.payload is not None
             try:
                 check_hash(done.request.extent, done.payload, done.request.expected_hash)
             except Exception as caught:
                 done = done._replace(payload=None, error=caught)
-            self._checked[number] = done
-            self._backend.post(number)
+            self._backend.post(done)
 
 
 def reader_name() -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 from layout.direct import round_up
 from layout.sizes import format_size
 from manifests.errors import DeviceError
+from runtime.kernels.driver import raw_stream, upload
 
 # Kernels read rows of 16 bytes and more; every slot begins at a multiple of this.
 SLOT_STEP = 256
@@ -124,7 +125,11 @@ class CudaSlots:
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream(device))
         self._n_begun = 0
-        self._stream_of = [self._streams[0]] * n_slots
+        self._record_bytes, self._raw = record_bytes, [stream.cuda_stream for stream in self._streams]
+        # Which stream fills a slot.
+        self._stream_of = [0] * n_slots
+        # The stream that computes, as it was seen last.
+        self._computing = torch.cuda.current_stream(device)
         self._ready: list[torch.cuda.Event | None] = [None] * n_slots
         self._used: list[torch.cuda.Event | None] = [None] * n_slots
 
@@ -135,9 +140,9 @@ class CudaSlots:
         return self._first + slot * self._stride
 
     def begin(self, slot: int) -> None:
-        stream = self._streams[self._n_begun % len(self._streams)]
+        self._stream_of[slot] = self._n_begun % len(self._streams)
+        stream = self._streams[self._stream_of[slot]]
         self._n_begun += 1
-        self._stream_of[slot] = stream
         if (event := self._used[slot]) is not None:
             stream.wait_event(event)
         # An upload that was given up may still be on its way into the slot, on another stream.
@@ -145,17 +150,17 @@ class CudaSlots:
             stream.wait_event(event)
 
     def copy(self, slot: int, source: Tensor, begin: int, end: int) -> None:
-        with torch.cuda.stream(self._stream_of[slot]):
-            self._records[slot][begin:end].copy_(source[begin:end], non_blocking=True)
+        assert 0 <= begin <= end <= min(self._record_bytes, source.numel())
+        upload(self.address(slot) + begin, source.data_ptr() + begin, end - begin, self._raw[self._stream_of[slot]])
 
     def finish(self, slot: int) -> Upload:
         event = torch.cuda.Event()
-        event.record(self._stream_of[slot])
+        event.record(self._streams[self._stream_of[slot]])
         self._ready[slot] = event
         return _CudaUpload(event)
 
     def make_ready(self, slots: Sequence[int]) -> None:
-        stream = torch.cuda.current_stream(self._device)
+        stream = self._compute_stream()
         for slot in slots:
             if (event := self._ready[slot]) is not None:
                 stream.wait_event(event)
@@ -164,9 +169,14 @@ class CudaSlots:
 
     def used(self, slots: Sequence[int]) -> None:
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(self._compute_stream())
         for slot in slots:
             self._used[slot] = event
+
+    def _compute_stream(self) -> torch.cuda.Stream:
+        if raw_stream(self._device) != self._computing.cuda_stream:
+            self._computing = torch.cuda.current_stream(self._device)
+        return self._computing
 
 
 def open_device_slots(n_slots: int, record_bytes: int, device: torch.device) -> DeviceSlots:

@@ -340,8 +340,9 @@ def _kernels(result: Examination, device: str) -> None:
     where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
     place = GPU if device == "cuda" else MACHINE
     try:
-        result.findings.append(kernel_set_finding(read_kernel_facts(where)))
+        # The tests may change which kernels run.
         result.kernels = run_kernel_tests(where)
+        result.findings.append(kernel_set_finding(read_kernel_facts(where)))
         result.findings.append(kernel_test_finding(result.kernels, place))
     except (RuntimeError, DeviceError) as error:
         cure = "if it says that memory is short, end the other programs on the GPU; else report it with the versions above"
@@ -366,7 +367,7 @@ def kernel_set_finding(facts: KernelFacts) -> Finding:
         rest = "Triton" if facts.has_triton else "plain torch (Triton is not installed)"
         return Finding("kernel set", GPU, "good", f"CUDA C++ for the products ({facts.library}), {rest} for the rest")
     if facts.has_triton:
-        cure = "nothing is wrong, it is slower; nvcc comes with CUDA's toolkit, the GPU's generation is what it is"
+        cure = "it is slower, no more; nvcc comes with CUDA's toolkit, a GPU's generation is what it is, and wrong results are worth a report"
         return Finding("kernel set", GPU, "note", f"Triton; the CUDA C++ kernels do not run: {facts.why_not_compiled}", cure)
     text = f"plain torch, slow: Triton is not installed, and the CUDA C++ kernels do not run: {facts.why_not_compiled}"
     return Finding("kernel set", GPU, "note", text, "pip install triton")

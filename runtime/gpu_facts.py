@@ -255,8 +255,7 @@ def read_kernel_facts(device: torch.device) -> KernelFacts:
         return KernelFacts("cuda", launch.HAS_TRITON, reason, None)
     if cuda_library.find_library(device) is None:
         return KernelFacts("cuda", launch.HAS_TRITON, "nvcc did not compile them; the warning says why", None)
-    major, minor = torch.cuda.get_device_capability(device)
-    return KernelFacts("cuda", launch.HAS_TRITON, None, cuda_library.cached_path(f"sm_{major}{minor}"))
+    return KernelFacts("cuda", launch.HAS_TRITON, None, cuda_library.library_path(device))
 
 
 def run_kernel_tests(device: torch.device) -> list[KernelTest]:

@@ -10,6 +10,7 @@ from layout.reader import reader_name
 from layout.sizes import format_rate, format_size
 from runtime.bench import TIME_PARTS
 from runtime.engine import Engine, Sample
+from runtime.kernels.cuda_library import fallen_back
 from runtime.rig import Run
 from runtime.stats import DriveCounts, ExpertCounts
 from runtime.synthetic import SyntheticModel
@@ -52,6 +53,7 @@ def statistics(engine: Engine, *, n_generated: int, process_wall_s: float, flat_
         ],
         "samples": _plain(timing.samples),
         "reader": reader_name(),
+        "products_fallen_back": fallen_back(),
         "device": str(engine.device),
         "vram_cache_slots": engine.store.n_device_slots,
         "host_pool_slots": engine.store.n_host_slots,
@@ -82,6 +84,7 @@ def synthetic_statistics(run: Run, model: SyntheticModel, *, flat_out: float, fl
         "rows_per_step": run.setting.n_rows,
         "logits_digest": run.digest,
         "reader": reader_name(),
+        "products_fallen_back": fallen_back(),
         "device": device,
         "vram_cache_slots": run.setting.n_device_slots,
         "host_pool_slots": run.setting.n_host_slots,

@@ -10,12 +10,14 @@ import torch
 from layout.direct import ReadMode, probe_directory
 from layout.memory import available_host_bytes
 from layout.prepared import Copies, Prepared
-from layout.record import record_layout
+from layout.record import RecordLayout, record_layout
 from layout.sizes import format_size
 from manifests.errors import DeviceError, UsageError
 from manifests.geometry import Geometry
 from runtime.doctor import kernel_set_finding, kernel_test_finding, memory_finding
 from runtime.gpu_facts import GpuFacts, KernelFacts, KernelTest, read_gpu_facts, read_kernel_facts, run_kernel_tests
+from runtime.kernels import expert
+from runtime.kernels.cuda_library import tell_fall_back
 from runtime.memory import GPU_RESERVE_BYTES, Budget, available_device_bytes, budget_of, host_reserve_bytes
 
 
@@ -118,15 +120,23 @@ def refuse_buffered(modes: Mapping[str, ReadMode]) -> None:
         raise UsageError(f"--require-direct: {'; '.join(buffered)}; {cure}")
 
 
-def checked_kernels(device: torch.device, on_remark: Callable[[str], None]) -> str:
-    """Return which kernels will run and why, once each has agreed with its plain form on this very GPU. Raises DeviceError if one does not."""
+def checked_kernels(device: torch.device, on_remark: Callable[[str], None], record: RecordLayout | None = None) -> str:
+    """Return which kernels will run and why, once each has agreed with its plain form on this very GPU.
+
+    record  of the experts to be computed: if the fast kernels do not take them, that is remarked
+
+    A product in CUDA C++ that is wrong here is left to Triton, with a remark. Raises DeviceError if any other kernel is wrong.
+    """
     if device.type != "cuda":
         return kernels_text(read_kernel_facts(device), [])
     # With its number, as tensors name it: what is found out about a device is remembered under its name.
     numbered = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     with _warnings_told(on_remark):
-        facts = read_kernel_facts(numbered)
+        # The tests may change which kernels run.
         tests = run_kernel_tests(numbered)
+        facts = read_kernel_facts(numbered)
+        if record is not None and facts.why_not_compiled is None and (reason := expert.why_not_compiled(record)) is not None:
+            tell_fall_back(expert.WHAT, reason)
     return kernels_text(facts, tests)
 
 

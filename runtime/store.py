@@ -174,6 +174,7 @@ class Store:
             on_remark(slower)
         self._reader = Reader(self.modes, self.depths, limits=None if limits is None else [limits[n] for n in self.drives])
         self._arrived: deque[Completion] = deque()
+        self._counted: tuple[ExpertCounts | None, list[tuple[DriveCounts, DriveCounts]]] = (None, [])
         self._incoming: dict[ExpertKey, _Incoming] = {}
         # Dead, with a slot of the pool that a read may still write into.
         self._draining: dict[ExpertKey, _Incoming] = {}
@@ -410,13 +411,12 @@ class Store:
 
     def _start(self, now: float) -> None:
         """Hand the reader what the drives have room for."""
-        requests = []
+        requests, counted = [], self._counted_by_drive()
         for read in self._scheduler.starts(now):
             incoming, drive = read.job.tag, read.drive
             assert isinstance(incoming, _Incoming)
             chunk = incoming.chunks[read.chunk]
-            counts = self.counts
-            ticket = _Ticket(read, incoming, (counts.drives[self.drives[drive]], counts.tiers.setdefault(self._tiers[drive], DriveCounts())))
+            ticket = _Ticket(read, incoming, counted[drive])
             for count in ticket.counts:
                 count.begin(now)
             incoming.n_out += 1
@@ -427,6 +427,13 @@ class Store:
             requests.append(ReadRequest(ticket, drive, extent, self.arena.slot(incoming.room)[chunk.begin :]))
         if requests:
             self._reader.submit(*requests)
+
+    def _counted_by_drive(self) -> list[tuple[DriveCounts, DriveCounts]]:
+        """Return where each drive's reads are counted now: by drive and by tier."""
+        if self._counted[0] is not self.counts:
+            tiers = [self.counts.tiers.setdefault(tier, DriveCounts()) for tier in self._tiers]
+            self._counted = self.counts, list(zip((self.counts.drives[n] for n in self.drives), tiers, strict=True))
+        return self._counted[1]
 
     def _take_arrived(self) -> None:
         """Act on what the reader says; if that breaks the layer off, the rest is left for the next."""
@@ -553,8 +560,8 @@ class Store:
             # A copy with wrong bytes is not asked again in this run.
             self._spoilt.add((drive, incoming.key))
             self._scheduler.pause(drive, time.perf_counter())
-            self.counts.drives[self.drives[drive]].n_failed += 1
-            self.counts.tiers.setdefault(self._tiers[drive], DriveCounts()).n_failed += 1
+            for count in self._counted_by_drive()[drive]:
+                count.n_failed += 1
             self._remark(incoming.key, drive, f"{error}; trying another copy")
         self._try_again(incoming)
 
@@ -581,8 +588,8 @@ class Store:
         assert isinstance(incoming, _Incoming)
         if incoming.is_dead:
             return
-        self.counts.drives[self.drives[drive]].n_slow += 1
-        self.counts.tiers.setdefault(self._tiers[drive], DriveCounts()).n_slow += 1
+        for count in self._counted_by_drive()[drive]:
+            count.n_slow += 1
         pause_s = self._scheduler.pause(drive, now)
         has_other = any(other != drive for other in self._sources(incoming.key))
         what = f"no answer for {now - read.began:.1f} s, {read.expected_s * 1e3:.0f} ms were expected"
@@ -693,7 +700,7 @@ class Store:
             return
         drive, ended = by_time[-1]
         by_s = ended - by_time[-2][1] if len(by_time) > 1 else 0.0
-        for count in (self.counts.drives[self.drives[drive]], self.counts.tiers.setdefault(self._tiers[drive], DriveCounts())):
+        for count in self._counted_by_drive()[drive]:
             count.n_last += 1
             count.last_by_s += by_s
 

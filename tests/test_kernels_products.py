@@ -1,6 +1,7 @@
 """The products of decode against float64: the plain forms, Triton's kernels under its interpreter, and, where there is a GPU, what runs on it."""
 
 import shutil
+import subprocess
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +16,10 @@ from layout.q8_0 import decode_q8_0
 from layout.record import RecordLayout
 from runtime.kernels import bf16, cuda_library, expert, q8_0
 from runtime.kernels.bf16 import bf16_product
+from runtime.kernels.cuda_library import VARIANTS, Variant, fallen_back, find_library, variant_of
 from runtime.kernels.expert import expert_forward, run_experts
 from runtime.kernels.launch import IS_INTERPRETED
-from runtime.kernels.products_check import TOLERANCE, random_q8_0, random_record, self_test
+from runtime.kernels.products_check import TOLERANCE, random_q8_0, random_record
 from runtime.kernels.q8_0 import concat, pack_q8_0, q8_0_product
 
 if IS_INTERPRETED:
@@ -90,7 +92,7 @@ def test_bf16_product_agrees_with_float64(n: int, k: int, source: torch.Generato
     assert_close(bf16_product(x, w, out), x.double() @ w.double().T)
 
 
-def run_group(z: Tensor, records: list[Tensor | None], rows: list[list[int]], layout: RecordLayout = TINY) -> Tensor:
+def run_group(z: Tensor, records: list[Tensor | None], rows: list[list[int]], layout: RecordLayout = TINY, variant: Variant | None = None) -> Tensor:
     """Return outputs [n, 16, latent], NaN where the table names no row."""
     n = len(records)
     addresses = torch.tensor([0 if record is None else record.data_ptr() for record in records], device=DEVICE)
@@ -98,7 +100,7 @@ def run_group(z: Tensor, records: list[Tensor | None], rows: list[list[int]], la
     places = torch.where(table >= 0, torch.arange(n * 16, device=DEVICE).view(n, 16), -1).int()
     outputs = torch.full((n * 16, layout.latent_size), torch.nan, device=DEVICE)
     hidden = torch.full((n, 16, layout.intermediate_size), torch.nan, device=DEVICE)
-    run_experts(z, addresses, table, places, layout, **SITU, hidden=hidden, outputs=outputs)
+    run_experts(z, addresses, table, places, layout, **SITU, hidden=hidden, outputs=outputs, variant=variant)
     return outputs.view(n, 16, -1)
 
 
@@ -121,6 +123,16 @@ def test_experts_of_any_size_agree_with_float64(layout: RecordLayout, source: to
     record, z = random_record(layout, source), normal((16, layout.latent_size), source)
     found = run_group(z, [record], [list(range(16))], layout)[0]
     assert_close(found, expert_forward(record, layout, z.double(), **SITU, is_tiled=False))
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu" and not IS_INTERPRETED, reason="on a CPU nothing falls back")
+def test_experts_too_large_for_the_cuda_kernels_run_with_a_remark_and_are_counted(source: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert, "MOST_COLUMNS", 95)
+    record, z, before = random_record(TINY, source), normal((2, TINY.latent_size), source), fallen_back().get(expert.WHAT, 0)
+    with pytest.warns(RuntimeWarning, match="grouped experts: slower Triton kernels run.*64 x 96 are too large for them, which hold at most 95 col"):
+        found = run_group(z, [record], [among({0: 0, 9: 1})])
+    assert_close(found[0, [0, 9]], expert_forward(record, TINY, z.double(), **SITU, is_tiled=False))
+    assert fallen_back()[expert.WHAT] == before + 1
 
 
 @pytest.mark.parametrize(("scale", "size"), [(0, 2.0**-127), (1, 2.0**-126), (254, 2.0**127)])
@@ -245,7 +257,69 @@ def test_a_changed_source_is_another_library(tmp_path: Path, monkeypatch: pytest
     assert cuda_library.cached_path("sm_90") != before
 
 
+@pytest.mark.skipif(IS_INTERPRETED or cuda_library.find_nvcc() is None, reason="nvcc is not installed")
+def test_the_cuda_kernels_are_accepted_for_gpus_with_less_shared_memory_and_without_bulk_copies(tmp_path: Path) -> None:
+    # Their generation's instructions are checked by ptxas; nothing is optimised.
+    quick = ["-O0", "-Xptxas", "-O0", "-std=c++17", "-cubin"]
+    runs = []
+    for architecture, name in (("80", "medium"), ("120", "small")):
+        (variant,) = (v for v in VARIANTS if v.name == name)
+        target = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
+        command = [cuda_library.find_nvcc() or "", *quick, *variant.flags, target, "-o", str(tmp_path / name), str(cuda_library.SOURCE)]
+        runs.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    for run in runs:
+        output, _ = run.communicate(timeout=300)
+        assert run.returncode == 0, output
+
+
+OF_K3 = RecordLayout(3584, 3072)
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_self_test_passes_on_this_gpu() -> None:
-    assert [name for name, is_right, _ in self_test(torch.device("cuda", 0)) if not is_right] == []
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("variant", VARIANTS, ids=[variant.name for variant in VARIANTS])
+class TestVariants:
+    """What a GPU with less shared memory, or without bulk copies, computes: the bits of the largest variant that runs here."""
+
+    def own(self, variant: Variant) -> Variant:
+        """Return this GPU's variant, if it can also run the other."""
+        device = torch.device("cuda", torch.cuda.current_device())
+        if find_library(device) is None:
+            pytest.skip("the CUDA C++ kernels do not run here")
+        own = variant_of(device)
+        if variant.shared_bytes > own.shared_bytes or variant.has_bulk_copies > own.has_bulk_copies:
+            pytest.skip(f"this GPU's variant is {own.name}")
+        return own
+
+    # Several chunks over the two blocks of a cluster; more tiles than a group has; one chunk; a last tile that is not full.
+    @pytest.mark.parametrize(("n", "k"), [(7168, 12288), (49376, 7168), (12288, 128), (200, 2592), (35, 32)])
+    def test_q8_0_products_have_the_same_bits(self, variant: Variant, n: int, k: int, source: torch.Generator) -> None:
+        own, w, x = self.own(variant), random_q8_0(n, k, source), normal((16, k), source)
+        for rows in (1, 5, 8, 9, 16):
+            out = torch.full((rows, n), torch.nan, device=DEVICE)
+            assert torch.equal(q8_0_product(x[:rows], w, out, variant=variant), q8_0_product(x[:rows], w, variant=own)), rows
+        assert_close(out, x.double() @ w.expand().double().T)
+
+    @pytest.mark.parametrize("layout", [OF_K3, RecordLayout(3072, 3584), TINY, RecordLayout(160, 224), RecordLayout(32, 32)])
+    def test_experts_have_the_same_bits(self, variant: Variant, layout: RecordLayout, source: torch.Generator) -> None:
+        own, records = self.own(variant), [random_record(layout, source) for _ in range(6)]
+        z, lines = normal((16, layout.latent_size), source), [among({r: r for r in range(rows)}) for rows in (1, 4, 5, 8, 9, 16)]
+        expected, found = (run_group(z, [*records], lines, layout, which) for which in (own, variant))
+        assert torch.equal(found.nan_to_num(), expected.nan_to_num()) and torch.equal(found.isnan(), expected.isnan())
+        for n, record in enumerate(records):
+            rows = sum(row >= 0 for row in lines[n])
+            assert_close(found[n, :rows], expert_forward(record, layout, z[:rows].double(), **SITU, is_tiled=False))
+
+    def test_bf16_products_have_the_same_bits(self, variant: Variant, source: torch.Generator) -> None:
+        own, w, x = self.own(variant), normal((896, 7168), source).bfloat16(), normal((16, 7168), source)
+        assert torch.equal(bf16_product(x, w, variant=variant), bf16_product(x, w, variant=own))
+
+    def test_rows_do_not_meet(self, variant: Variant, source: torch.Generator) -> None:
+        self.own(variant)
+        w, record = random_q8_0(100, 2592, source), random_record(OF_K3, source)
+        assert_rows_are_alone(lambda x: q8_0_product(x, w, variant=variant), 2592, source)
+
+        def of_expert(x: Tensor) -> Tensor:
+            return run_group(x, [record], [among({row: row for row in range(len(x))})], OF_K3, variant)[0, : len(x)]
+
+        assert_rows_are_alone(of_expert, OF_K3.latent_size, source)

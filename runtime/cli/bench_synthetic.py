@@ -68,7 +68,7 @@ def bench_synthetic(asked: Asked, *, out: Path | None, chart: Path | None, as_js
     model = synthetic_model(geometry, drives, asked.n_files, ["0" * 32] * asked.n_files, seed=asked.seed)
     budgets = asked.vram_cache or AUTO, asked.host_pool or AUTO, geometry, device
     planned_budgets(*budgets, spine_bytes=spine_bytes(geometry))
-    kernels = checked_kernels(device, note)
+    kernels = checked_kernels(device, note, record_layout(geometry))
     with records_removed_afterwards([] if asked.is_keeping_files else [d.directory for d in drives], asked.n_files):
         n_there = sum((d.directory / name).exists() for d in drives for name in model.record_names)
         rig = _rig(asked, geometry, device, drives)

@@ -6,19 +6,21 @@ A row's product has the same bits whatever the other rows are and however many t
 import torch
 from torch import Tensor
 
-from runtime.kernels.cuda_library import check, find_library
+from runtime.kernels.cuda_library import Variant, check, find_library
+from runtime.kernels.driver import raw_stream
 from runtime.kernels.launch import DOT_PRECISION, IS_INTERPRETED, OPTIONS, constexpr, jit, ready, runs_kernels, tensor, tl
 from runtime.kernels.rows import TILE_ROWS, linear
 
 _BLOCK_SIZE = 32
 
 
-def bf16_product(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+def bf16_product(x: Tensor, weight: Tensor, out: Tensor | None = None, *, variant: Variant | None = None) -> Tensor:
     """Return x @ weight^T.
 
     x        float32 [M, K], M in 1..16, contiguous, K a multiple of 32
     weight   bfloat16 [N, K], contiguous
     out      float32 [M, N], contiguous, or None
+    variant  of the compiled kernels, if not the device's own
     returns  float32 [M, N]
     """
     n_rows_of_x, n_cols = x.shape
@@ -30,11 +32,11 @@ def bf16_product(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor
     x, weight, n_rows = ready(x), ready(weight), weight.shape[0]
     if out is None:
         out = torch.empty(n_rows_of_x, n_rows, dtype=torch.float32, device=x.device)
-    library = None if IS_INTERPRETED else find_library(x.device)
+    library = None if IS_INTERPRETED else find_library(x.device, variant)
     if library is None:
         _product_kernel[(-(-n_rows // 16),)](x, weight, out, n_rows_of_x, n_rows, n_cols, DOT_PRECISION, num_warps=1, **OPTIONS)
         return out
-    stream = torch.cuda.current_stream(x.device).cuda_stream
+    stream = raw_stream(x.device)
     pointers = (weight.data_ptr(), x.data_ptr(), out.data_ptr())
     check(library, library.ktier_bf16(stream, x.device.index, *pointers, n_rows_of_x, n_rows, n_cols, True), "a bfloat16 product")
     return out

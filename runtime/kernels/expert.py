@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from layout.record import SEGMENT_NAMES, RecordLayout
-from runtime.kernels.cuda_library import check, find_library
+from runtime.kernels.cuda_library import Variant, check, fall_back, find_library
+from runtime.kernels.driver import raw_stream
 from runtime.kernels.launch import DOT_PRECISION, IS_INTERPRETED, OPTIONS, constexpr, jit, runs_kernels, tensor, tl
 from runtime.kernels.mxfp4 import decode_mxfp4, mxfp4_tile
 from runtime.kernels.rows import TILE_ROWS, by_rows
@@ -21,6 +22,8 @@ from runtime.kernels.situ import situ, situ_f32
 # What the compiled kernels hold: entries of a table, and columns of a matrix.
 MOST_GROUPS = 256
 MOST_COLUMNS = 3584
+# As remarks name it.
+WHAT = "grouped experts"
 # Records must start at a multiple of it.
 RECORD_ALIGNMENT_BYTES = 16
 
@@ -42,7 +45,7 @@ def expert_forward(record: Tensor, layout: RecordLayout, z: Tensor, *, situ_beta
 
 def run_experts(
     z: Tensor, addresses: Tensor, rows: Tensor, places: Tensor, layout: RecordLayout,
-    *, situ_beta: float, situ_linear_beta: float, hidden: Tensor, outputs: Tensor,
+    *, situ_beta: float, situ_linear_beta: float, hidden: Tensor, outputs: Tensor, variant: Variant | None = None,
 ) -> None:  # fmt: skip
     """Write the output of every (row, expert) of the table to its place; other places stay as they are.
 
@@ -52,6 +55,7 @@ def run_experts(
     places     int32 [n, 16]: where in outputs each result goes
     hidden     float32 [n or more, 16, intermediate], scratch
     outputs    float32 [places, latent]
+    variant    of the compiled kernels, if not the device's own
     """
     n = addresses.numel()
     assert 1 <= n <= MOST_GROUPS and rows.shape == places.shape == (n, TILE_ROWS) and hidden.shape[0] >= n
@@ -59,15 +63,30 @@ def run_experts(
     if not runs_kernels(z):
         _run_plain(z, addresses, rows, places, layout, situ_beta, situ_linear_beta, outputs)
         return
-    library = None if IS_INTERPRETED or max(layout.latent_size, layout.intermediate_size) > MOST_COLUMNS else find_library(z.device)
+    library = _find_kernels(layout, z.device, variant)
     if library is None:
         _run_triton(z, addresses, rows, places, layout, situ_beta, situ_linear_beta, hidden, outputs)
         return
-    stream = torch.cuda.current_stream(z.device).cuda_stream
+    stream = raw_stream(z.device)
     tables = (z.data_ptr(), addresses.data_ptr(), rows.data_ptr(), places.data_ptr())
     sizes = (layout.latent_size, layout.intermediate_size, _offsets(layout))
     buffers, constants = (hidden.data_ptr(), outputs.data_ptr()), (situ_beta, situ_linear_beta, True)
     check(library, library.ktier_experts(stream, z.device.index, *tables, n, *buffers, *sizes, *constants), "a group of experts")
+
+
+def why_not_compiled(layout: RecordLayout) -> str | None:
+    """Return why the compiled kernels do not take experts of this size, or None if they do."""
+    if max(layout.latent_size, layout.intermediate_size) <= MOST_COLUMNS:
+        return None
+    return f"experts of {layout.latent_size} x {layout.intermediate_size} are too large for them, which hold at most {MOST_COLUMNS} columns"
+
+
+def _find_kernels(layout: RecordLayout, device: torch.device, variant: Variant | None) -> ctypes.CDLL | None:
+    """Return the compiled kernels, or None if Triton's must do; if that is because of the size it is said and counted."""
+    if (reason := why_not_compiled(layout)) is not None:
+        fall_back(WHAT, reason)
+        return None
+    return None if IS_INTERPRETED else find_library(device, variant)
 
 
 def _run_plain(

@@ -29,11 +29,19 @@ class Groups(NamedTuple):
     places: Tensor
 
     @classmethod
-    def empty(cls, n: int, device: torch.device, *, is_pinned: bool = False) -> "Groups":
-        def table(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device, pin_memory=is_pinned)
+    def empty(cls, n: int, device: torch.device) -> "Groups":
+        return cls.within(torch.zeros(cls.n_bytes(n), dtype=torch.uint8, device=device), n)
 
-        return cls(table(n, dtype=torch.int64), table(n, TILE_ROWS, dtype=torch.int32), table(n, TILE_ROWS, dtype=torch.int32))
+    @staticmethod
+    def n_bytes(n: int) -> int:
+        return n * (8 + 2 * 4 * TILE_ROWS)
+
+    @classmethod
+    def within(cls, memory: Tensor, n: int) -> "Groups":
+        """Return tables of n groups in uint8 [n_bytes(n)], so that one copy of it is a copy of all."""
+        at = 8 * n, (8 + 4 * TILE_ROWS) * n
+        rows, places = (part.view(torch.int32).view(n, TILE_ROWS) for part in (memory[at[0] : at[1]], memory[at[1] :]))
+        return cls(memory[: at[0]].view(torch.int64), rows, places)
 
     def part(self, groups: slice) -> "Groups":
         return Groups(self.addresses[groups], self.rows[groups], self.places[groups])

@@ -9,14 +9,30 @@
 // never meets another; the order of every sum follows from the number of columns K; rows beyond the first 8 have accumulators of their own.
 // Nothing is atomic. There is one binary for all row counts.
 //
-// One block of 16 warps runs per multiprocessor. It streams its share of the weights through a ring in shared memory, about 180 KB in flight.
+// One block of 16 warps runs per multiprocessor. It streams its share of the weights through a ring in shared memory, 60 to 190 KB of it.
 // Each warp keeps its own slice of the columns of x in registers; the sums of the warps meet in shared memory, warp 0 first.
 //
 // Why not Triton: on one H200 (30 November 2026, torch 2.11, CUDA 13.0, benchmarks/kernels.py with and without --triton), at one row, these take
 // 99 us for a Q8_0 matrix [49376, 7168] (0.89 of the rate of a device copy; Triton's kernel of this package 440 us), 27 us for one of
 // [7168, 12288] (0.82; 176 us), 107 us for 16 experts (0.62; 1064 us), and 9 us for the gate [896, 7168] (97 us).
 //
+// Two macros say what the GPU has; the order of every sum, and so every bit, is the same for all of them:
+//
+//   KTIER_SHARED_BYTES   shared memory that a block may have: 227 KB (compute capability 9.0, 10.x, 11.0), 163 KB (8.0, 8.7) or 99 KB (8.6, 8.9,
+//                        12.x). It decides how many stages a ring has, and how many rows of experts are a unit.
+//   KTIER_BULK           1: bulk copies, clusters and overlapping launches (9.0 and newer); 0: copies of 16 bytes (8.x).
+//
+// What must be in flight is rate times latency per multiprocessor: 4.8 TB/s times 0.8 us over 132 are 29 KB for an H200, 1.8 TB/s over 188 are
+// 8 KB for an RTX PRO 6000. The smallest ring has two stages of 31 to 34 KB, of which one is always under way.
+//
 // Shape tags: M rows of activations, N rows of weights, K columns; g = lane / 4 and t = lane % 4, as PTX names a fragment's places.
+
+#ifndef KTIER_SHARED_BYTES
+#define KTIER_SHARED_BYTES (227 * 1024)
+#endif
+#ifndef KTIER_BULK
+#define KTIER_BULK 1
+#endif
 
 #include <cooperative_groups.h>
 #include <cuda_bf16.h>
@@ -31,7 +47,10 @@ constexpr int MOST_ROWS = 16;
 constexpr int BLOCK = 32;             // columns that share a scale
 constexpr int TILE = 16;              // rows of weights in one tensor-core operand
 constexpr int MOST_DEVICES = 64;
-constexpr int MOST_SHARED = 227 * 1024;   // bytes of shared memory that one block may have
+constexpr int MOST_SHARED = KTIER_SHARED_BYTES;
+constexpr bool IS_SMALL = MOST_SHARED < 160 * 1024;
+
+constexpr int least(int a, int b) { return a < b ? a : b; }
 
 // ---- tensor cores ----
 
@@ -113,16 +132,32 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
     if (threadIdx.x % 32 == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-__device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t n_bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(n_bytes) : "memory");
-}
-
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
+#if KTIER_BULK
     asm volatile(
         "{\n.reg .pred p;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(
             shared_address(barrier)),
         "r"(parity)
         : "memory");
+#else
+    asm volatile(
+        "{\n.reg .pred p;\nWAIT:\nmbarrier.test_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(
+            shared_address(barrier)),
+        "r"(parity)
+        : "memory");
+#endif
+}
+
+// One thread has initialised barriers; a __syncthreads must follow.
+__device__ __forceinline__ void end_barrier_init() {
+#if KTIER_BULK
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+#if KTIER_BULK
+__device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t n_bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(n_bytes) : "memory");
 }
 
 __device__ __forceinline__ void bulk_copy(void* to, const void* from, uint32_t n_bytes, uint64_t* barrier) {
@@ -130,6 +165,7 @@ __device__ __forceinline__ void bulk_copy(void* to, const void* from, uint32_t n
                  "r"(n_bytes), "r"(shared_address(barrier))
                  : "memory");
 }
+#endif
 
 __device__ __forceinline__ void copy_16(void* to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
@@ -146,8 +182,17 @@ template <int N>
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
 // With an overlapping launch: what the kernels before this one wrote may be read from here on.
-__device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_earlier_kernels() {
+#if KTIER_BULK
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_next_kernel_start() {
+#if KTIER_BULK
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 // ---- Q8_0 ----
 //
@@ -156,15 +201,18 @@ __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepc
 // The first half of the chunks and the second half are summed apart; two blocks of a cluster share them where N alone is too small to
 // occupy the processor evenly.
 
-constexpr int Q8_BLOCK_BYTES = 544, Q8_SLICE = 4, Q8_CHUNK = Q8_SLICE * WARPS, Q8_GROUP = 16, Q8_STAGES = 5;
-constexpr int Q8_STAGE_BYTES = Q8_CHUNK * Q8_BLOCK_BYTES, SUMS = TILE * MOST_ROWS;
+constexpr int Q8_BLOCK_BYTES = 544, Q8_SLICE = 4, Q8_CHUNK = Q8_SLICE * WARPS, Q8_GROUP = IS_SMALL ? 8 : 16;
+constexpr int Q8_STAGE_BYTES = Q8_CHUNK * Q8_BLOCK_BYTES, SUMS = TILE * MOST_ROWS, HALF_SUMS = SUMS / 2;
+constexpr int Q8_BUFFERS = IS_SMALL ? 1 : 2, Q8_OTHER_BYTES = (Q8_BUFFERS * WARPS + Q8_GROUP) * SUMS * sizeof(float);
+constexpr int Q8_STAGES = least(5, (MOST_SHARED - Q8_OTHER_BYTES) / (Q8_STAGE_BYTES + 8));
 
 struct Q8Shared {
     unsigned char stages[Q8_STAGES][Q8_STAGE_BYTES];
-    float parts[2][WARPS][SUMS];      // [2][warp][row / 8][N row][row % 8]
+    float parts[Q8_BUFFERS][WARPS][SUMS];   // [buffer][warp][row / 8][N row][row % 8]
     float sums[Q8_GROUP][SUMS];
     uint64_t full[Q8_STAGES];
 };
+static_assert(Q8_STAGES >= 2 && sizeof(Q8Shared) <= MOST_SHARED, "a ring needs two stages");
 
 struct Q8Task {
     const unsigned char* weights;
@@ -190,13 +238,40 @@ struct Q8Cursor {
     }
 };
 
+// Have the next stage filled: with bulk copies thread 0 calls it, else all threads do.
 __device__ __forceinline__ void q8_fetch(Q8Shared& s, const Q8Task& p, Q8Cursor& next, int stage) {
-    if (next.is_done()) return;
-    const int first = next.chunk * p.chunk_blocks;
-    const uint32_t n_bytes = min(p.chunk_blocks, p.n_blocks - first) * Q8_BLOCK_BYTES;
-    barrier_expect(&s.full[stage], n_bytes);
-    bulk_copy(s.stages[stage], p.weights + (static_cast<int64_t>(next.tile) * p.n_blocks + first) * Q8_BLOCK_BYTES, n_bytes, &s.full[stage]);
-    next.advance();
+    if (!next.is_done()) {
+        const int first = next.chunk * p.chunk_blocks;
+        const uint32_t n_bytes = min(p.chunk_blocks, p.n_blocks - first) * Q8_BLOCK_BYTES;
+        const unsigned char* from = p.weights + (static_cast<int64_t>(next.tile) * p.n_blocks + first) * Q8_BLOCK_BYTES;
+#if KTIER_BULK
+        barrier_expect(&s.full[stage], n_bytes);
+        bulk_copy(s.stages[stage], from, n_bytes, &s.full[stage]);
+#else
+        for (uint32_t i = 16 * threadIdx.x; i < n_bytes; i += 16 * THREADS) copy_16(s.stages[stage] + i, from + i);
+#endif
+        next.advance();
+    }
+#if !KTIER_BULK
+    end_group_of_copies();
+#endif
+}
+
+// Where a warp puts its part of the sums, in turns in two places; a single buffer has room for two of 8 rows.
+template <int COLUMNS>
+__device__ __forceinline__ float* q8_part(Q8Shared& s, int it, int warp) {
+    if (Q8_BUFFERS == 2) return s.parts[it & (Q8_BUFFERS - 1)][warp];
+    return s.parts[0][warp] + (COLUMNS == 1 ? (it & 1) * HALF_SUMS : 0);
+}
+
+// Wait for a stage that is being filled.
+__device__ __forceinline__ void q8_wait(Q8Shared& s, int stage, int parity) {
+#if KTIER_BULK
+    barrier_wait(&s.full[stage], parity);
+#else
+    wait_for_copies<Q8_STAGES - 1>();
+    __syncthreads();
+#endif
 }
 
 // This warp's slice of one column of activations, split, and the power of two that undoes its scaling for the two columns of a lane's sums.
@@ -266,9 +341,10 @@ __device__ __forceinline__ void q8_run(Q8Shared& s, const Q8Task& p, int n_ranks
     const int chunk_begin = rank == 0 ? 0 : half, chunk_end = n_ranks == 2 && rank == 0 ? half : p.n_chunks;
 
     Q8Cursor next(tile_begin, tile_end, chunk_begin, chunk_end);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < Q8_STAGES; i++) barrier_init(&s.full[i], 1);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    if (!KTIER_BULK || threadIdx.x == 0) {
+        if (threadIdx.x == 0)
+            for (int i = 0; i < Q8_STAGES; i++) barrier_init(&s.full[i], 1);
+        end_barrier_init();
         for (int i = 0; i < Q8_STAGES; i++) q8_fetch(s, p, next, i);
     }
     __syncthreads();
@@ -288,26 +364,28 @@ __device__ __forceinline__ void q8_run(Q8Shared& s, const Q8Task& p, int n_ranks
                 q8_load_x(row < p.m ? p.x + static_cast<int64_t>(row) * p.k : nullptr, first, n, part[i], undo[i]);
             }
         }
-        barrier_wait(&s.full[stage], parity);
+        q8_wait(s, stage, parity);
         float sum[COLUMNS][4] = {};
         // Past the end of a slice x is zero, and any block of the same rows will do.
 #pragma unroll
         for (int i = 0; i < SLICE; i++) q8_block(s.stages[stage] + min(i * WARPS + warp, n - 1) * Q8_BLOCK_BYTES, part, i, sum);
+        // With one buffer, the warps that add up must be done with it.
+        if (Q8_BUFFERS == 1 && COLUMNS == 2) __syncthreads();
 #pragma unroll
         for (int i = 0; i < COLUMNS; i++) {
             sum[i][0] *= undo[i][0], sum[i][1] *= undo[i][1], sum[i][2] *= undo[i][0], sum[i][3] *= undo[i][1];
-            store_parts(s.parts[it & 1][warp] + 128 * i, sum[i]);
+            store_parts(q8_part<COLUMNS>(s, it, warp) + HALF_SUMS * i, sum[i]);
         }
         __syncthreads();
 
-        if (threadIdx.x == 0) q8_fetch(s, p, next, stage);
+        if (!KTIER_BULK || threadIdx.x == 0) q8_fetch(s, p, next, stage);
         // Half of the warps add up, in turns; the others go on.
         if (warp / 8 == (it & 1)) {
             const int o = threadIdx.x % 256, row = o % 8 + 8 * (o / 128);
             if (row < p.m) {
-                float total = s.parts[it & 1][0][o];
+                float total = q8_part<COLUMNS>(s, it, 0)[o];
 #pragma unroll
-                for (int w = 1; w < WARPS; w++) total += s.parts[it & 1][w][o];
+                for (int w = 1; w < WARPS; w++) total += q8_part<COLUMNS>(s, it, w)[o];
                 float* kept = &s.sums[at.tile - at.group_begin][o];
                 const bool is_first = at.chunk == chunk_begin || at.chunk == half;
                 if (!is_first) total += *kept;
@@ -320,6 +398,7 @@ __device__ __forceinline__ void q8_run(Q8Shared& s, const Q8Task& p, int n_ranks
                 }
             }
         }
+#if KTIER_BULK
         const bool ends_group = at.tile == at.group_end - 1 && at.chunk == chunk_end - 1;
         if (n_ranks == 2 && ends_group) {
             auto cluster = cg::this_cluster();
@@ -333,6 +412,7 @@ __device__ __forceinline__ void q8_run(Q8Shared& s, const Q8Task& p, int n_ranks
             }
             cluster.sync();
         }
+#endif
         at.advance();
         if (++stage == Q8_STAGES) stage = 0, parity ^= 1;
     }
@@ -349,13 +429,19 @@ __global__ void __launch_bounds__(THREADS, 1) q8_0_kernel(const Q8Task p, const 
 // ---- grouped MXFP4 experts ----
 //
 // A unit is two tiles of 16 rows of packed weights with their scales, as the record has them: 16 rows of w1 and the same 16 of w3 (first launch; a
-// tile has 8 of each), or 32 of w2 (second). Warp w takes the w-th run of SLICE blocks of the columns. An item is the first or the second 8 rows of a
-// group, if any of them is there: rows 9 to 16 of an expert are a second pass over its weights. All units of all items are dealt out in equal runs.
+// tile has 8 of each), or 32 of w2 (second). Where shared memory is short it is one tile, and half the rows. Warp w takes the w-th run of SLICE
+// blocks of the columns. All units of all items are dealt out in equal runs.
+//
+// An item is the first or the second 8 rows of a group, if any of them is there: rows 9 to 16 of an expert are a second pass over its weights. In one
+// pass 16 rows of 3584 activations, split in two float16, would take 57,344 of the 65,536 registers of a multiprocessor, or all of its shared memory.
+// A group of more than 8 rows is rare: of 896 experts a row chooses 16.
 //
 // The warps do not keep step. Each copies its own columns into its own ring. It stores its part of a unit's sums in one of two buffers and goes on;
-// two warps, in turns, add the parts up in the order of the warps, after their next unit.
+// a warp for each tile, in turns, adds the parts up in the order of the warps, after its next unit.
 
-constexpr int MX_MOST_SLICE = 7, MX_STAGES = 3, MX_BUFFERS = 2, UNIT_ROWS = 32, MOST_GROUPS = THREADS / 2;
+constexpr int MX_MOST_SLICE = 7, MX_BUFFERS = 2, MX_TILES = IS_SMALL ? 1 : 2, MOST_GROUPS = THREADS / 2;
+// Rows of a unit, and those of its first half: of w1, or the first ones of w2.
+constexpr int UNIT_ROWS = TILE * MX_TILES, HALF_ROWS = UNIT_ROWS / 2;
 
 // One warp's columns of a unit. Rows lie an odd multiple of 16 bytes apart, so that eight of them meet different banks. A row's scales start up to
 // three bytes into its words.
@@ -372,18 +458,21 @@ struct MxTask {
     const float* x;                   // z [., K], or hidden [n, 16, K]
     float* out;                       // hidden [n, 16, N], or outputs [., N]
     int n, k, n_rows, units;          // n_rows = N
-    uint32_t packed[2], scale[2];     // offsets within a record, of the first and the second 16 rows of unit 0
+    uint32_t packed[2], scale[2];     // offsets within a record, of the first and the second half of unit 0
     float beta, linear_beta;
 };
 
 struct MxShared {
-    float parts[MX_BUFFERS][2][WARPS][128];   // [buffer][tile][warp][N row][row]
+    float parts[MX_BUFFERS][MX_TILES][WARPS][128];   // [buffer][tile][warp][N row][row]
     uint64_t done[MX_BUFFERS], taken[MX_BUFFERS];
     int n_items_of_warp[WARPS];
     uint16_t items[2 * MOST_GROUPS];          // 2 * group + half
     const unsigned char* records[2 * MOST_GROUPS];
     __align__(128) unsigned char ring[];
 };
+
+constexpr int MX_STAGES = least(3, (MOST_SHARED - static_cast<int>(sizeof(MxShared))) / static_cast<int>(WARPS * sizeof(MxStage<MX_MOST_SLICE>)));
+static_assert(MX_STAGES >= 2, "a ring needs two stages");
 
 // One block's run of units: unit `unit` of item `item`, `left` to go.
 struct MxCursor {
@@ -433,11 +522,13 @@ __device__ __forceinline__ void mx_copy(MxStage<SLICE>& to, const MxTask& p, con
         const uint32_t at = unit * (ROWS * (k / 2)) + (lane / 8 * (k / 2) + 16 * (first + column));
         const unsigned char *from = record + (p.packed[0] + at), *from2 = record + (p.packed[1] + at);
 #pragma unroll
-        for (int j = 0; j < 8; j++) copy_16(&to.packed[4 * j + lane / 8][16 * column], (j < 4 ? from : from2) + j % 4 * 4 * (k / 2));
+        for (int j = 0; j < UNIT_ROWS / 4; j++)
+            copy_16(&to.packed[4 * j + lane / 8][16 * column], (j < HALF_ROWS / 4 ? from : from2) + j % (HALF_ROWS / 4) * 4 * (k / 2));
     }
-    // Records, and the scales of 16 rows, start at multiples of 16 bytes.
-    const uint32_t scales_at = unit * (ROWS * n_blocks) + (lane % 16 * n_blocks + first), lead = scales_at % 4;
-    const unsigned char* scales = record + ((lane < 16 ? p.scale[0] : p.scale[1]) + scales_at - lead);
+    if (lane >= UNIT_ROWS) return;
+    // Records, and the scales of 8 rows, start at multiples of 4 bytes.
+    const uint32_t scales_at = unit * (ROWS * n_blocks) + (lane % HALF_ROWS * n_blocks + first), lead = scales_at % 4;
+    const unsigned char* scales = record + ((lane < HALF_ROWS ? p.scale[0] : p.scale[1]) + scales_at - lead);
 #pragma unroll
     for (int j = 0; j < 3; j++)
         if (static_cast<int>(lead) + n > 4 * j) copy_4(&to.scales[lane][j], scales + 4 * j);
@@ -447,7 +538,7 @@ __device__ __forceinline__ void mx_copy(MxStage<SLICE>& to, const MxTask& p, con
 // that should not; `undo` makes up for it, and is NaN if a scale byte is 255. 2^-127 is subnormal. Past the last block x is zero.
 template <int SLICE, bool EXACT>
 __device__ __forceinline__ void mx_load_scales(const MxStage<SLICE>& from, int lead, int n_blocks, float (&scale)[SLICE], float& undo) {
-    const uint32_t(&words)[3] = from.scales[threadIdx.x % 32];
+    const uint32_t(&words)[3] = from.scales[threadIdx.x % UNIT_ROWS];
     const uint32_t bytes[2] = {__funnelshift_r(words[0], words[1], 8 * lead), __funnelshift_r(words[1], words[2], 8 * lead)};
     int e[SLICE], largest = 0;
 #pragma unroll
@@ -495,24 +586,24 @@ __device__ __forceinline__ void mx_load_x(const float* x, int n_blocks, bool tak
     for (int j = 0; j < 2; j++) undo[j] = __uint_as_float(__shfl_sync(~0u, exponent, 8 * (lane % 4) + 4 * j) << 23);
 }
 
-// One block of columns of two tiles: q and scale by [tile][row g, row g + 8]. The leading parts of x and what is left of it have sums of their own;
-// PACKED: four rows' leading parts are columns 0..3 of `sum`, their rest is columns 4..7, and `sum2` is not used.
+// One block of columns of a unit's tiles: q and scale by [tile][row g, row g + 8]. The leading parts of x and what is left of it have sums of their
+// own; PACKED: four rows' leading parts are columns 0..3 of `sum`, their rest is columns 4..7, and `sum2` is not used.
 template <bool PACKED>
-__device__ __forceinline__ void mx_blocks(const uint32_t (&q)[2][2], const float (&scale)[2][2], const Halves& x, float (&sum)[2][4],
-                                          float (&sum2)[2][4]) {
-    uint32_t top[2][4], low[2][4];
-    float c[2][4] = {}, d[2][4] = {};
+__device__ __forceinline__ void mx_blocks(const uint32_t (&q)[MX_TILES][2], const float (&scale)[MX_TILES][2], const Halves& x,
+                                          float (&sum)[MX_TILES][4], float (&sum2)[MX_TILES][4]) {
+    uint32_t top[MX_TILES][4], low[MX_TILES][4];
+    float c[MX_TILES][4] = {}, d[MX_TILES][4] = {};
 #pragma unroll
-    for (int i = 0; i < 2; i++) decode_e2m1(q[i][0], top[i]), decode_e2m1(q[i][1], low[i]);
+    for (int i = 0; i < MX_TILES; i++) decode_e2m1(q[i][0], top[i]), decode_e2m1(q[i][1], low[i]);
 #pragma unroll
     for (int j = 0; j < 4; j += 2)
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < MX_TILES; i++) {
             product_f16(c[i], top[i][j], low[i][j], top[i][j + 1], low[i][j + 1], x.a[j], x.a[j + 1]);
             if (!PACKED) product_f16(d[i], top[i][j], low[i][j], top[i][j + 1], low[i][j + 1], x.b[j], x.b[j + 1]);
         }
 #pragma unroll
-    for (int i = 0; i < 2; i++)
+    for (int i = 0; i < MX_TILES; i++)
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             sum[i][j] = fmaf(c[i][j], scale[i][j / 2], sum[i][j]);
@@ -520,19 +611,25 @@ __device__ __forceinline__ void mx_blocks(const uint32_t (&q)[2][2], const float
         }
 }
 
+// Rows of the unit: from a tile to the next, and from a tile's row g to its row g + 8.
+template <bool FUSED>
+constexpr int NEXT_TILE = FUSED ? 8 : 16;
+template <bool FUSED>
+constexpr int LOW_ROW = FUSED ? HALF_ROWS : 8;
+
 // This warp's part of a unit's sums, but for `undo`.
 template <bool FUSED, bool PACKED, int SLICE>
-__device__ __forceinline__ void mx_unit(const MxStage<SLICE>& from, const float (&scale)[SLICE], const Halves (&x)[SLICE], float (&sum)[2][4]) {
-    // Rows of the unit: from a tile to the next, and from a tile's row g to its row g + 8.
-    constexpr int NEXT = FUSED ? 8 : 16, LOW = FUSED ? 16 : 8;
+__device__ __forceinline__ void mx_unit(const MxStage<SLICE>& from, const float (&scale)[SLICE], const Halves (&x)[SLICE],
+                                        float (&sum)[MX_TILES][4]) {
+    constexpr int NEXT = NEXT_TILE<FUSED>, LOW = LOW_ROW<FUSED>;
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    float sum2[2][4] = {};
+    float sum2[MX_TILES][4] = {};
 #pragma unroll
     for (int i = 0; i < SLICE; i++) {
-        uint32_t q[2][2];
-        float scales[2][2];
+        uint32_t q[MX_TILES][2];
+        float scales[MX_TILES][2];
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
+        for (int j = 0; j < 2 * MX_TILES; j++) {
             const int row = j / 2 * NEXT + j % 2 * LOW;
             q[j / 2][j % 2] = *reinterpret_cast<const uint32_t*>(&from.packed[g + row][16 * i + 4 * t]);
             scales[j / 2][j % 2] = __shfl_sync(~0u, scale[i], g + row);
@@ -540,7 +637,7 @@ __device__ __forceinline__ void mx_unit(const MxStage<SLICE>& from, const float 
         mx_blocks<PACKED>(q, scales, x[i], sum, sum2);
     }
 #pragma unroll
-    for (int i = 0; i < 2; i++)
+    for (int i = 0; i < MX_TILES; i++)
 #pragma unroll
         for (int j = 0; j < 4; j++) sum[i][j] += PACKED ? __shfl_xor_sync(~0u, sum[i][j], 2) : sum2[i][j];
 }
@@ -581,7 +678,7 @@ __device__ __forceinline__ void mx_write(const MxTask& p, float4 total, int unit
         for (int j = 0; j < 2; j++) {
             const int col = first + j + (is_low ? 0 : 2);
             if (rows.present >> (4 * col) & 1)
-                p.out[static_cast<int64_t>(rows.first_slot + col) * p.n_rows + unit * 16 + 8 * tile + row % 8] =
+                p.out[static_cast<int64_t>(rows.first_slot + col) * p.n_rows + unit * HALF_ROWS + 8 * tile + row % 8] =
                     situ(gates[j], ups[j], p.beta, p.linear_beta);
         }
     } else {
@@ -589,7 +686,7 @@ __device__ __forceinline__ void mx_write(const MxTask& p, float4 total, int unit
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             const int place = __shfl_sync(~0u, rows.place, first + j);
-            if (rows.present >> (4 * (first + j)) & 1) p.out[static_cast<int64_t>(place) * p.n_rows + unit * 32 + 16 * tile + row] = totals[j];
+            if (rows.present >> (4 * (first + j)) & 1) p.out[static_cast<int64_t>(place) * p.n_rows + unit * UNIT_ROWS + 16 * tile + row] = totals[j];
         }
     }
 }
@@ -598,7 +695,7 @@ template <bool FUSED, int SLICE, bool EXACT>
 __global__ void __launch_bounds__(THREADS, 1) experts_kernel(const MxTask p) {
     extern __shared__ __align__(128) unsigned char memory[];
     MxShared& s = *reinterpret_cast<MxShared*>(memory);
-    constexpr int ROWS = FUSED ? 16 : 32;
+    constexpr int ROWS = FUSED ? HALF_ROWS : UNIT_ROWS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
     const int k = EXACT ? SLICE * WARPS * BLOCK : p.k, n_blocks = k / BLOCK;
     MxStage<SLICE>* ring = reinterpret_cast<MxStage<SLICE>*>(s.ring) + warp * MX_STAGES;
@@ -608,8 +705,8 @@ __global__ void __launch_bounds__(THREADS, 1) experts_kernel(const MxTask p) {
         let_next_kernel_start();
     }
     if (threadIdx.x == 0) {
-        for (int i = 0; i < MX_BUFFERS; i++) barrier_init(&s.done[i], WARPS), barrier_init(&s.taken[i], 2);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        for (int i = 0; i < MX_BUFFERS; i++) barrier_init(&s.done[i], WARPS), barrier_init(&s.taken[i], MX_TILES);
+        end_barrier_init();
     }
     const int n_units = mx_list_items(s, p) * p.units;
     const int begin = static_cast<int64_t>(n_units) * blockIdx.x / gridDim.x, end = static_cast<int64_t>(n_units) * (blockIdx.x + 1) / gridDim.x;
@@ -648,13 +745,13 @@ __global__ void __launch_bounds__(THREADS, 1) experts_kernel(const MxTask p) {
         wait_for_copies<MX_STAGES - 1>();
         __syncwarp();
         const MxStage<SLICE>& from = ring[stage];
-        float scale[SLICE], undo_row, sum[2][4] = {};
-        mx_load_scales<SLICE, EXACT>(from, ((at.unit * ROWS + lane % 16) * n_blocks + warp * SLICE) % 4, n_blocks, scale, undo_row);
+        float scale[SLICE], undo_row, sum[MX_TILES][4] = {};
+        mx_load_scales<SLICE, EXACT>(from, ((at.unit * ROWS + lane % HALF_ROWS) * n_blocks + warp * SLICE) % 4, n_blocks, scale, undo_row);
         if (is_packed) mx_unit<FUSED, true>(from, scale, part, sum);
         else mx_unit<FUSED, false>(from, scale, part, sum);
-        constexpr int NEXT = FUSED ? 8 : 16, LOW = FUSED ? 16 : 8;
+        constexpr int NEXT = NEXT_TILE<FUSED>, LOW = LOW_ROW<FUSED>;
 #pragma unroll
-        for (int tile = 0; tile < 2; tile++) {
+        for (int tile = 0; tile < MX_TILES; tile++) {
             const float top = __shfl_sync(~0u, undo_row, g + tile * NEXT), low = __shfl_sync(~0u, undo_row, g + tile * NEXT + LOW);
             sum[tile][0] = sum[tile][0] * undo[0] * top, sum[tile][1] = sum[tile][1] * undo[1] * top;
             sum[tile][2] = sum[tile][2] * undo[0] * low, sum[tile][3] = sum[tile][3] * undo[1] * low;
@@ -664,17 +761,17 @@ __global__ void __launch_bounds__(THREADS, 1) experts_kernel(const MxTask p) {
         const int buffer = it % MX_BUFFERS, use = it / MX_BUFFERS;
         if (use > 0) barrier_wait(&s.taken[buffer], (use - 1) & 1);
 #pragma unroll
-        for (int tile = 0; tile < 2; tile++) store_parts(s.parts[buffer][tile][warp], sum[tile]);
+        for (int tile = 0; tile < MX_TILES; tile++) store_parts(s.parts[buffer][tile][warp], sum[tile]);
         barrier_arrive(&s.done[buffer]);
 
         // The unit before, whose parts should all be there by now; and, after the last, that one too.
         for (int j = max(it - 1, 0); j <= (at.left == 1 ? it : it - 1); j++) {
-            if (warp / 2 != j % (WARPS / 2)) continue;
+            if (warp / MX_TILES != j % (WARPS / MX_TILES)) continue;
             const bool is_this = j == it;
             const MxRows its_rows = {is_this ? rows.first_slot : rows_before.first_slot, is_this ? rows.place : rows_before.place,
                                      is_this ? rows.present : rows_before.present};
             barrier_wait(&s.done[j % MX_BUFFERS], j / MX_BUFFERS & 1);
-            mx_write<FUSED>(p, add_parts(s.parts[j % MX_BUFFERS][warp % 2]), is_this ? at.unit : unit_before, warp % 2, its_rows);
+            mx_write<FUSED>(p, add_parts(s.parts[j % MX_BUFFERS][warp % MX_TILES]), is_this ? at.unit : unit_before, warp % MX_TILES, its_rows);
             barrier_arrive(&s.taken[j % MX_BUFFERS]);
         }
         rows_before = rows, unit_before = at.unit;
@@ -742,6 +839,16 @@ static int n_processors(int device) {
     return known[device];
 }
 
+static bool has_clusters(int device) {
+    static int known[MOST_DEVICES];   // 2: yes, 1: no
+    if (known[device] == 0) {
+        int answer = 0;
+        if (KTIER_BULK) cudaDeviceGetAttribute(&answer, cudaDevAttrClusterLaunch, device);
+        known[device] = 1 + (answer != 0);
+    }
+    return known[device] == 2;
+}
+
 // Raise a kernel's limit of shared memory once for each device.
 static cudaError_t allow_shared(const void* kernel, bool (&is_done)[MOST_DEVICES], int device, int n_bytes) {
     if (is_done[device]) return cudaSuccess;
@@ -760,7 +867,7 @@ static cudaError_t launch(void (*kernel)(Parameters...), int grid, int cluster, 
         attributes[n].id = cudaLaunchAttributeClusterDimension;
         attributes[n].val.clusterDim.x = cluster, attributes[n].val.clusterDim.y = 1, attributes[n++].val.clusterDim.z = 1;
     }
-    if (overlaps) {
+    if (overlaps && KTIER_BULK) {
         attributes[n].id = cudaLaunchAttributeProgrammaticStreamSerialization;
         attributes[n++].val.programmaticStreamSerializationAllowed = 1;
     }
@@ -805,7 +912,7 @@ int ktier_q8_0(void* stream, int device, const void* weights, const float* x, fl
     const Q8Task task = {static_cast<const unsigned char*>(weights), x, out, m, n, k, n_tiles, n_blocks, n_chunks, chunk_blocks};
     const int processors = n_processors(device);
     // Two blocks share the tiles where that deals them out more evenly; the bits are the same.
-    const int n_ranks = n_chunks > 1 && n_tiles < 8 * processors ? 2 : 1;
+    const int n_ranks = n_chunks > 1 && n_tiles < 8 * processors && has_clusters(device) ? 2 : 1;
     const int grid = min(processors / n_ranks, n_tiles) * n_ranks;
     switch (slice_of(chunk_blocks)) {
         case 1: return run_q8_0<1>(task, grid, n_ranks, stream, device, overlaps);
@@ -819,12 +926,12 @@ int ktier_q8_0(void* stream, int device, const void* weights, const float* x, fl
 int ktier_experts(void* stream, int device, const float* z, const int64_t* addresses, const int* rows, const int* places, int n,
                   float* hidden, float* outputs, int latent, int intermediate, const int64_t* offsets, float beta, float linear_beta, int overlaps) {
     if (n > MOST_GROUPS) return cudaErrorInvalidValue;
-    MxTask first = {addresses, rows, places, z, hidden, n, latent, intermediate, intermediate / 16}, second = first;
+    MxTask first = {addresses, rows, places, z, hidden, n, latent, intermediate, intermediate / HALF_ROWS}, second = first;
     first.packed[0] = offsets[0], first.scale[0] = offsets[1], first.packed[1] = offsets[4], first.scale[1] = offsets[5];
     first.beta = beta, first.linear_beta = linear_beta;
-    second.x = hidden, second.out = outputs, second.k = intermediate, second.n_rows = latent, second.units = latent / 32;
+    second.x = hidden, second.out = outputs, second.k = intermediate, second.n_rows = latent, second.units = latent / UNIT_ROWS;
     second.packed[0] = offsets[2], second.scale[0] = offsets[3];
-    second.packed[1] = offsets[2] + 16 * (intermediate / 2), second.scale[1] = offsets[3] + 16 * (intermediate / BLOCK);
+    second.packed[1] = offsets[2] + HALF_ROWS * (intermediate / 2), second.scale[1] = offsets[3] + HALF_ROWS * (intermediate / BLOCK);
     const cudaError_t error = run_experts<true>(first, stream, device, overlaps);
     return error != cudaSuccess ? error : run_experts<false>(second, stream, device, overlaps);
 }

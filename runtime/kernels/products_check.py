@@ -1,63 +1,110 @@
-"""The self-test of the product kernels: each against its plain form, on the GPU at hand and with the sizes of no model."""
+"""The self-test of the kernels that decode uses: each against its plain form, on the GPU at hand and with the sizes of no model.
+
+`CHECKS` is the table of all of them: the weight products here, the rest in steps_check.py.
+"""
 
 import time
-from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from layout.q8_0 import BLOCK_BYTES, BLOCK_SIZE
 from layout.record import RecordLayout
+from manifests.errors import DeviceError
 from runtime.kernels.bf16 import bf16_product
+from runtime.kernels.cuda_library import find_library, reject
 from runtime.kernels.expert import expert_forward, run_experts
+from runtime.kernels.launch import IS_INTERPRETED
 from runtime.kernels.q8_0 import Q8Matrix, pack_q8_0, q8_0_product
 from runtime.kernels.rows import TILE_ROWS
+from runtime.kernels.steps_check import STEP_CHECKS, TOLERANCE, Check, randn
 
-# Of a float32 sum of some hundred products whose signs vary, relative to the root mean square of the outputs.
-TOLERANCE = 1e-5
-_SITU = {"situ_beta": 4.0, "situ_linear_beta": 25.0}
+__all__ = ["CHECKS", "TOLERANCE", "random_q8_0", "random_record", "self_test"]
+
+_LAYOUT = RecordLayout(160, 224)
+_BETA, _LINEAR_BETA = 4.0, 25.0
+# Rows that use an expert: the compiled kernel has forms of its own for 4 rows and for 8, and goes twice over the weights for more.
+_ROWS_OF_GROUPS = (1, 4, 5, 8, 9, TILE_ROWS)
 
 
 def self_test(device: torch.device) -> list[tuple[str, bool, float]]:
-    """Return (kernel, whether it agrees with its plain form, seconds) of every product kernel."""
-    results = []
-    for name, run in _checks(device):
-        start = time.perf_counter()
-        is_right = run()
-        results.append((name, is_right, time.perf_counter() - start))
-    return results
+    """Return (kernel, whether it agrees with its plain form, seconds) of every kernel of decode.
+
+    If a product in CUDA C++ is wrong here, that is said, Triton's are used on this device from now on, and the products are tested again.
+    """
+    has_library = device.type == "cuda" and not IS_INTERPRETED and find_library(device) is not None
+    results = [_result(check, device) for check in CHECKS]
+    wrong = [name for check, (name, is_right, _) in zip(CHECKS, results, strict=True) if check.is_product and not is_right]
+    if not (has_library and wrong):
+        return results
+    reject(device, f"they gave wrong results on it: {', '.join(wrong)}")
+    # It warns, the first time, that Triton's run.
+    find_library(device)
+    return [_result(check, device) if check.is_product else result for check, result in zip(CHECKS, results, strict=True)]
 
 
-def _checks(device: torch.device) -> Iterator[tuple[str, Callable[[], bool]]]:
-    source = torch.Generator(device).manual_seed(1)
-    yield "Q8_0 product", lambda: _check_q8_0(source)
-    yield "bfloat16 product", lambda: _check_bf16(source)
-    yield "grouped MXFP4 experts", lambda: _check_experts(source)
+def _result(check: Check, device: torch.device) -> tuple[str, bool, float]:
+    start = time.perf_counter()
+    try:
+        is_right = check.agrees(device)
+    except DeviceError:
+        # The GPU refused the launch; nothing was computed.
+        is_right = False
+    return check.name, is_right, time.perf_counter() - start
 
 
-def _check_q8_0(source: torch.Generator) -> bool:
+def _q8_0_inputs(source: torch.Generator) -> tuple[Tensor, Q8Matrix]:
     # Several chunks of columns, a last tile that is not full.
-    w, x = random_q8_0(200, 2592, source), _normal((TILE_ROWS, 2592), source)
-    return _agree(q8_0_product(x, w), x.double() @ w.expand().double().T) and torch.equal(q8_0_product(x[:1], w)[0], q8_0_product(x, w)[0])
+    return randn(source, TILE_ROWS, 2592), random_q8_0(200, 2592, source)
 
 
-def _check_bf16(source: torch.Generator) -> bool:
-    w, x = _normal((72, 736), source).bfloat16(), _normal((TILE_ROWS, 736), source)
-    return _agree(bf16_product(x, w), x.double() @ w.double().T) and torch.equal(bf16_product(x[:1], w)[0], bf16_product(x, w)[0])
+def _run_q8_0(x: Tensor, w: Q8Matrix) -> tuple[Tensor, Tensor]:
+    y = q8_0_product(x, w)
+    return y, q8_0_product(x[:1], w) - y[:1]
 
 
-def _check_experts(source: torch.Generator) -> bool:
-    layout, n, device = RecordLayout(160, 224), 3, source.device
-    records = [random_record(layout, source) for _ in range(n)]
-    z = _normal((TILE_ROWS, layout.latent_size), source)
-    addresses = torch.tensor([record.data_ptr() for record in records], device=device)
-    rows = torch.arange(TILE_ROWS, dtype=torch.int32, device=device).expand(n, -1).contiguous()
-    places = torch.arange(n * TILE_ROWS, dtype=torch.int32, device=device).view(n, TILE_ROWS)
-    hidden = torch.empty(n, TILE_ROWS, layout.intermediate_size, device=device)
-    outputs = torch.full((n * TILE_ROWS, layout.latent_size), torch.nan, device=device)
-    run_experts(z, addresses, rows, places, layout, **_SITU, hidden=hidden, outputs=outputs)
-    expected = torch.cat([expert_forward(record, layout, z.double(), **_SITU, is_tiled=False) for record in records])
-    return _agree(outputs, expected)
+def _expect_q8_0(x: Tensor, w: Q8Matrix) -> tuple[Tensor, Tensor]:
+    y = x @ w.expand().double().T
+    return y, torch.zeros_like(y[:1])
+
+
+def _bf16_inputs(source: torch.Generator) -> tuple[Tensor, Tensor]:
+    return randn(source, TILE_ROWS, 736), randn(source, 72, 736).bfloat16()
+
+
+def _run_bf16(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    y = bf16_product(x, w)
+    return y, bf16_product(x[:1], w) - y[:1]
+
+
+def _expect_bf16(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    y = x @ w.double().T
+    return y, torch.zeros_like(y[:1])
+
+
+def _expert_inputs(source: torch.Generator) -> tuple[Tensor, ...]:
+    return randn(source, TILE_ROWS, _LAYOUT.latent_size), *(random_record(_LAYOUT, source) for _ in range(2))
+
+
+def _run_experts(z: Tensor, *records: Tensor) -> tuple[Tensor, ...]:
+    """Return the outputs of one group for each number of rows, the records in turns, and how two rows differ from the same in a larger group."""
+    n, device, row = len(_ROWS_OF_GROUPS), z.device, torch.arange(TILE_ROWS, dtype=torch.int32, device=z.device)
+    addresses = torch.tensor([records[i % len(records)].data_ptr() for i in range(n)], device=device)
+    rows = torch.stack([torch.where(row < n_rows, row, -1) for n_rows in _ROWS_OF_GROUPS])
+    places = torch.where(rows >= 0, rows + TILE_ROWS * torch.arange(n, dtype=torch.int32, device=device).view(-1, 1), -1).int()
+    hidden = torch.empty(n, TILE_ROWS, _LAYOUT.intermediate_size, device=device)
+    outputs = torch.full((n * TILE_ROWS, _LAYOUT.latent_size), torch.nan, device=device)
+    run_experts(z, addresses, rows, places, _LAYOUT, situ_beta=_BETA, situ_linear_beta=_LINEAR_BETA, hidden=hidden, outputs=outputs)
+    groups = [y[:n_rows] for y, n_rows in zip(outputs.view(n, TILE_ROWS, -1), _ROWS_OF_GROUPS, strict=True)]
+    return *groups, groups[0][0] - groups[4][0], groups[1][0] - groups[5][0]
+
+
+def _expect_experts(z: Tensor, *records: Tensor) -> tuple[Tensor, ...]:
+    every = [
+        expert_forward(record, _LAYOUT, z, situ_beta=_BETA, situ_linear_beta=_LINEAR_BETA, is_tiled=False) for record in records
+    ]  # fmt: skip
+    groups = [every[i % len(every)][:n_rows] for i, n_rows in enumerate(_ROWS_OF_GROUPS)]
+    return *groups, torch.zeros_like(groups[0][0]), torch.zeros_like(groups[0][0])
 
 
 def random_q8_0(n_rows: int, n_cols: int, source: torch.Generator) -> Q8Matrix:
@@ -76,10 +123,9 @@ def random_record(layout: RecordLayout, source: torch.Generator) -> Tensor:
     return record
 
 
-def _normal(shape: tuple[int, ...], source: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=source, device=source.device)
-
-
-def _agree(found: Tensor, expected: Tensor) -> bool:
-    """Return whether no output is off by more than the tolerance; a NaN is."""
-    return bool(((found - expected).abs().max() <= TOLERANCE * expected.pow(2).mean().sqrt()).item())
+CHECKS = (
+    Check("Q8_0 product", _q8_0_inputs, _run_q8_0, _expect_q8_0, is_product=True),
+    Check("bfloat16 product", _bf16_inputs, _run_bf16, _expect_bf16, is_product=True),
+    Check("grouped MXFP4 experts", _expert_inputs, _run_experts, _expect_experts, is_product=True),
+    *STEP_CHECKS,
+)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from layout.q8_0 import BLOCK_BYTES, BLOCK_SIZE
 from runtime.kernels.bf16 import exact_dot
-from runtime.kernels.cuda_library import check, find_library
+from runtime.kernels.cuda_library import Variant, check, find_library
+from runtime.kernels.driver import raw_stream
 from runtime.kernels.launch import DOT_PRECISION, IS_INTERPRETED, OPTIONS, constexpr, jit, ready, runs_kernels, tensor, tl
 from runtime.kernels.rows import TILE_ROWS, by_rows
 
@@ -78,11 +79,12 @@ def concat(matrices: list[Q8Matrix]) -> Q8Matrix:
     return _tiled(quants.view(torch.uint8).unflatten(1, (-1, BLOCK_SIZE)), scales.view(torch.uint8).unflatten(1, (-1, 2)), n_rows, n_cols)
 
 
-def q8_0_product(x: Tensor, w: Q8Matrix, out: Tensor | None = None) -> Tensor:
+def q8_0_product(x: Tensor, w: Q8Matrix, out: Tensor | None = None, *, variant: Variant | None = None) -> Tensor:
     """Return x @ w^T.
 
     x        float32 [M, n_cols], M in 1..16, contiguous
     out      float32 [M, n_rows], contiguous, or None
+    variant  of the compiled kernels, if not the device's own
     returns  float32 [M, n_rows]
 
     On a GPU an activation counts to 24 bits, or to 2^-40 of the largest among a few hundred neighbours in its row. A row with an infinity is NaN.
@@ -94,12 +96,12 @@ def q8_0_product(x: Tensor, w: Q8Matrix, out: Tensor | None = None) -> Tensor:
     x = ready(x)
     if out is None:
         out = torch.empty(n_rows_of_x, w.n_rows, dtype=torch.float32, device=x.device)
-    library = None if IS_INTERPRETED else find_library(x.device)
+    library = None if IS_INTERPRETED else find_library(x.device, variant)
     if library is None:
         tiles = w.data.shape[0]
         _product_kernel[(tiles,)](x, w.data, out, n_rows_of_x, w.n_rows, n_cols // BLOCK_SIZE, DOT_PRECISION, num_warps=1, **OPTIONS)
         return out
-    stream = torch.cuda.current_stream(x.device).cuda_stream
+    stream = raw_stream(x.device)
     pointers = (w.data.data_ptr(), x.data_ptr(), out.data_ptr())
     check(library, library.ktier_q8_0(stream, x.device.index, *pointers, n_rows_of_x, w.n_rows, n_cols, True), "a Q8_0 product")
     return out
