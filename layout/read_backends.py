@@ -25,6 +25,8 @@ SOURCE = Path(__file__).with_name("read_pool.c")
 CC_FLAGS = ("-O2", "-std=c11", "-shared", "-fPIC", "-pthread")
 # Ends that one call takes at most.
 _MOST_TAKEN = 64
+# How long a caller that wants several waits for them once the first is there.
+_LINGER_S = 5e-4
 # Reads whose threads were still at them when their reader closed: their buffers must stay.
 _abandoned: "list[dict[int, ReadRequest]]" = []
 
@@ -57,8 +59,11 @@ class Backend(Protocol):
 
     def submit(self, requests: Sequence[ReadRequest]) -> None: ...
 
-    def take(self, timeout_s: float) -> list[tuple[Completion, bool]]:
-        """Return what has ended, after waiting up to timeout_s for the first of it, and whether it was posted."""
+    def take(self, timeout_s: float, least: int = 1) -> list[tuple[Completion, bool]]:
+        """Return what has ended, after waiting up to timeout_s for the first of it, and whether it was posted.
+
+        least  how many it is worth while to wait a moment longer for
+        """
         ...
 
     def post(self, done: Completion) -> None:
@@ -91,7 +96,7 @@ class PythonThreads:
         for request in requests:
             self._inboxes[request.drive].put(request)
 
-    def take(self, timeout_s: float) -> list[tuple[Completion, bool]]:
+    def take(self, timeout_s: float, least: int = 1) -> list[tuple[Completion, bool]]:
         ended = list[tuple[Completion, bool]]()
         try:
             ended.append(self._ended.get(timeout=timeout_s) if timeout_s > 0 else self._ended.get_nowait())
@@ -187,8 +192,8 @@ class NativeThreads:
                 self._reads[number] = request
         self._check(self._library.pool_submit(self._pool, len(made), (_Request * len(made))(*made)))
 
-    def take(self, timeout_s: float) -> list[tuple[Completion, bool]]:
-        n = self._library.pool_take(self._pool, self._taken, _MOST_TAKEN, timeout_s) if self._pool else 0
+    def take(self, timeout_s: float, least: int = 1) -> list[tuple[Completion, bool]]:
+        n = self._library.pool_take(self._pool, self._taken, _MOST_TAKEN, timeout_s, least, _LINGER_S) if self._pool else 0
         return [self._ended(self._taken[k]) for k in range(n)]
 
     def post(self, done: Completion) -> None:
@@ -269,7 +274,7 @@ def native_library() -> tuple[ctypes.CDLL | None, str]:
     library.pool_open.argtypes = (ctypes.c_int64, *[ctypes.c_void_p] * 5)
     library.pool_submit.argtypes = (library_pool, ctypes.c_int64, ctypes.c_void_p)
     library.pool_post.argtypes = (library_pool, ctypes.c_int64)
-    library.pool_take.argtypes = (library_pool, ctypes.c_void_p, ctypes.c_int64, ctypes.c_double)
+    library.pool_take.argtypes = (library_pool, ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_int64, ctypes.c_double)
     library.pool_take.restype = library.pool_close.restype = ctypes.c_int64
     library.pool_close.argtypes = (library_pool, ctypes.c_double)
     library.pool_free.argtypes = (library_pool,)

@@ -44,6 +44,7 @@ struct list {
 struct drive {
     pthread_cond_t has_work;
     struct list waiting;
+    int64_t n_idle;
     int64_t is_direct, alignment;
     /* What it is slowed down to, 0 for nothing, and when it is free again. */
     double bytes_per_s, free_at;
@@ -53,6 +54,8 @@ struct pool {
     pthread_mutex_t lock;
     pthread_cond_t has_done, has_ended;
     struct list done;
+    /* How many ends there are, and how many the taker wants to be woken for. */
+    int64_t n_done, n_wanted;
     int is_closed;
     int64_t n_drives, n_alive;
     struct drive *drives;
@@ -133,6 +136,12 @@ static double slowed_end(struct pool *pool, struct drive *drive, double began, i
     return ends;
 }
 
+static void add_done(struct pool *pool, struct item *item) {
+    append(&pool->done, item);
+    if (++pool->n_done >= pool->n_wanted)
+        pthread_cond_signal(&pool->has_done);
+}
+
 static void *serve(void *argument) {
     struct place place = *(struct place *)argument;
     struct pool *pool = place.pool;
@@ -141,11 +150,18 @@ static void *serve(void *argument) {
     pthread_mutex_lock(&pool->lock);
     for (;;) {
         struct item *item = NULL;
-        while (!pool->is_closed && !(item = take_first(&drive->waiting)))
+        while (!pool->is_closed && !(item = take_first(&drive->waiting))) {
+            drive->n_idle++;
             pthread_cond_wait(&drive->has_work, &pool->lock);
+            drive->n_idle--;
+        }
         if (!item)
             break;
+        /* To wake a thread takes longer than to queue a read: whoever submits wakes one, and that one the next. */
+        int wakes = drive->waiting.first && drive->n_idle;
         pthread_mutex_unlock(&pool->lock);
+        if (wakes)
+            pthread_cond_signal(&drive->has_work);
         double began = now();
         read_file(drive, item);
         if (drive->bytes_per_s > 0 && item->completion.got > 0) {
@@ -156,8 +172,7 @@ static void *serve(void *argument) {
         item->completion.ended = now();
         item->completion.seconds = item->completion.ended - began;
         pthread_mutex_lock(&pool->lock);
-        append(&pool->done, item);
-        pthread_cond_signal(&pool->has_done);
+        add_done(pool, item);
     }
     pool->n_alive--;
     pthread_cond_signal(&pool->has_ended);
@@ -245,8 +260,9 @@ int pool_submit(struct pool *pool, int64_t n, const struct request *requests) {
         append(&pool->drives[item->request.drive].waiting, item);
     pthread_mutex_unlock(&pool->lock);
     /* Without the lock, which those that wake want at once. */
-    for (int64_t k = 0; k < n; k++)
-        pthread_cond_signal(&pool->drives[requests[k].drive].has_work);
+    for (int64_t k = 0; k < pool->n_drives; k++)
+        if (pool->drives[k].waiting.first)
+            pthread_cond_signal(&pool->drives[k].has_work);
     return 0;
 }
 
@@ -257,24 +273,30 @@ int pool_post(struct pool *pool, int64_t id) {
         return ENOMEM;
     item->completion.id = id;
     pthread_mutex_lock(&pool->lock);
-    append(&pool->done, item);
-    pthread_cond_signal(&pool->has_done);
+    add_done(pool, item);
     pthread_mutex_unlock(&pool->lock);
     return 0;
 }
 
-/* Takes up to `most` ends, waiting for the first up to `timeout_s`; returns how many. */
-int64_t pool_take(struct pool *pool, struct completion *out, int64_t most, double timeout_s) {
+/* Takes up to `most` ends; waits up to `timeout_s` for the first, and once it is there up to `linger_s` for `least` of them. Returns how many. */
+int64_t pool_take(struct pool *pool, struct completion *out, int64_t most, double timeout_s, int64_t least, double linger_s) {
     int64_t n = 0;
     double until = timeout_s > 0 ? now() + timeout_s : 0;
     pthread_mutex_lock(&pool->lock);
-    while (!pool->done.first && timeout_s > 0)
+    pool->n_wanted = 1;
+    while (!pool->n_done && timeout_s > 0)
+        if (wait_until(&pool->has_done, &pool->lock, until) == ETIMEDOUT)
+            break;
+    pool->n_wanted = least;
+    until = pool->n_done && pool->n_done < least ? now() + linger_s : 0;
+    while (pool->n_done && pool->n_done < least)
         if (wait_until(&pool->has_done, &pool->lock, until) == ETIMEDOUT)
             break;
     for (struct item *item; n < most && (item = take_first(&pool->done));) {
         out[n++] = item->completion;
         free(item);
     }
+    pool->n_done -= n;
     pthread_mutex_unlock(&pool->lock);
     return n;
 }

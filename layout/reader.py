@@ -54,13 +54,16 @@ class Reader:
     def submit(self, *requests: ReadRequest) -> None:
         self._backend.submit(requests)
 
-    def take(self, timeout_s: float = 0.0) -> list[Completion]:
-        """Return what has ended, in the order of the ends, after waiting up to timeout_s for the first; one with a hash ends when that is checked."""
+    def take(self, timeout_s: float = 0.0, *, least: int = 1) -> list[Completion]:
+        """Return what has ended, in the order of the ends, after waiting up to timeout_s for the first; one with a hash ends when that is checked.
+
+        least  how many it is worth while to wait half a millisecond longer for; Python's threads do not wait
+        """
         until, waiting_s = time.perf_counter() + timeout_s, timeout_s
         while True:
             done = list(self._over)
             self._over.clear()
-            for completion, is_checked in self._backend.take(0.0 if done else waiting_s):
+            for completion, is_checked in self._backend.take(0.0 if done else waiting_s, least):
                 if completion.request.expected_hash is None or completion.error is not None or is_checked:
                     done.append(completion)
                 else:
