@@ -17,6 +17,7 @@ from layout.direct import Extent
 from layout.hash_lists import xxh3_128_hex
 from layout.prepared import Copies, Prepared, find_copies, open_prepared
 from layout.record import record_layout
+from layout.sizes import format_size
 from manifests.errors import BadInputError, DamagedDataError, DeviceError, UsageError
 from manifests.geometry import Geometry
 from runtime.decode import Decoder
@@ -25,7 +26,8 @@ from runtime.flat_out import Source, flat_out_bytes_per_s
 from runtime.heat import LoggedExperts, RoutingLog
 from runtime.kernels.rows import TILE_ROWS, Arithmetic, forbid_tf32
 from runtime.memory import AUTO
-from runtime.model import Model, PlainDecoder
+from runtime.model import Experts, Model, PlainDecoder
+from runtime.prompt import MOST_ROWS, PromptPass, prompt_bytes, rows_that_fit
 from runtime.sampler import Sampler
 from runtime.saved_state import SavedState, made_on, new_ids, on_device
 from runtime.speculate import Drafting, Limits, continue_text
@@ -37,7 +39,9 @@ from runtime.store import Phase, Store
 from runtime.weights import CURE, CheckpointWeights, SpineWeights, load_spine
 
 DEFAULT_CONTEXT = 4096
-DEFAULT_CHUNK = 512
+DEFAULT_CHUNK = MOST_ROWS
+# Of the device memory that is free, what the prompt pass plans with: the rest is lost between its tensors.
+PROMPT_SHARE = 0.9
 FLAT_OUT_SECONDS = 0.5
 
 
@@ -45,6 +49,7 @@ FLAT_OUT_SECONDS = 0.5
 class Options:
     """What a run was asked for; sizes as text, as they were given.
 
+    chunk              the most tokens that the prompt pass takes at a time; fewer where device memory is short of it
     tier_caps          the most requests in flight on the drives of a tier together
     is_direct_required  whether drives that can only be read through the page cache are refused
     drafter_bytes       device memory that the caches leave to drafting
@@ -69,6 +74,31 @@ class Options:
     def arithmetic(self) -> Arithmetic:
         """Of the prompt pass."""
         return Arithmetic.DECODE if self.is_exact_prefill else Arithmetic.PROMPT
+
+
+class PromptProgress(NamedTuple):
+    """How far a prompt pass is: MoE layers that are done, of those of all its pieces; seconds and expert bytes so far."""
+
+    n_done: int
+    n_due: int
+    seconds: float
+    read_bytes: int
+
+    @property
+    def left_s(self) -> float | None:
+        """Return the seconds left at the rate so far, None while there is none."""
+        return self.seconds * (self.n_due - self.n_done) / self.n_done if self.n_done else None
+
+
+class WatchedExperts:
+    """Experts that have somebody told before each layer."""
+
+    def __init__(self, experts: Experts, look: Callable[[int], None]) -> None:
+        self._experts, self._look = experts, look
+
+    def run(self, layer: int, z: Tensor, ids: Tensor, is_tiled: bool) -> Tensor:
+        self._look(layer)
+        return self._experts.run(layer, z, ids, is_tiled)
 
 
 class Sample(NamedTuple):
@@ -125,7 +155,11 @@ def context_limit(geometry: Geometry, asked: int | None, *, is_long_context: boo
 
 
 class Engine:
-    """A model over a manifest, or one that `open_model` has opened. Use as a context manager: it owns reader threads and memory."""
+    """A model over a manifest, or one that `open_model` has opened. Use as a context manager: it owns reader threads and memory.
+
+    chunk        tokens that the prompt pass takes at a time
+    on_progress  told how far a prompt pass is, before each of its MoE layers and at its end
+    """
 
     def __init__(
         self, manifest: Path | Prepared, options: Options, *, on_remark: Callable[[str], None], routing_log: RoutingLog | None = None
@@ -141,7 +175,7 @@ class Engine:
         self._copies = _usable_copies(self.prepared, on_remark)
         if options.is_direct_required:
             check_direct(self.prepared, self._copies)
-        self.kernels = checked_kernels(self.device, on_remark)
+        self.kernels = checked_kernels(self.device, on_remark, self.prepared.record)
         self.weights: SpineWeights = load_spine(self.prepared, self.device)
         self.vram, self.host = present_budgets(*budgets, reserved_bytes=options.drafter_bytes)
         if options.is_cold:
@@ -162,10 +196,14 @@ class Engine:
         )
         experts = StreamedExperts(self.geometry, self.prepared.record, self.store)
         logged = experts if routing_log is None else LoggedExperts(experts, routing_log)
-        self.model = Model(self.geometry, self.weights, logged, is_long_context=options.is_long_context)
+        self.model = Model(self.geometry, self.weights, WatchedExperts(logged, self._before_layer), is_long_context=options.is_long_context)
         self.decoder = self._new_decoder(routing_log)
         with torch.inference_mode():
             self.decoder.capture(1)
+        self.on_progress: Callable[[PromptProgress], None] | None = None
+        self._n_layers_done = self._n_layers_due = 0
+        self.prompt_pass = self._new_prompt_pass(routing_log)
+        self.chunk = options.chunk if self.prompt_pass is None else self._fitting_chunk()
 
     def _new_decoder(self, routing_log: RoutingLog | None) -> Decoder | PlainDecoder:
         if self.options.is_long_context:
@@ -175,6 +213,38 @@ class Engine:
         if routing_log is not None:
             decoder.on_layer = routing_log.add_layer
         return decoder
+
+    def _new_prompt_pass(self, routing_log: RoutingLog | None) -> PromptPass | None:
+        """Return what runs prompts on a GPU; elsewhere, and with an indexer, the plain model does."""
+        if self.device.type != "cuda" or isinstance(self.decoder, PlainDecoder):
+            return None
+        runner = PromptPass(self.geometry, self.weights, self.prepared.record, self.store, self.decoder.state)
+        runner.on_layer = self._before_layer
+        if routing_log is not None:
+            runner.on_chosen = routing_log.add
+        return runner
+
+    def _fitting_chunk(self) -> int:
+        """Return how many tokens the prompt pass takes at a time in the memory that is left. Raises DeviceError if it is not even a tile."""
+        torch.cuda.empty_cache()
+        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        # A drafter may not have taken its share yet.
+        free_bytes = max(0, free_bytes - self.options.drafter_bytes)
+        n_rows = rows_that_fit(self.geometry, self.context, int(PROMPT_SHARE * free_bytes))
+        if not n_rows:
+            needed = format_size(prompt_bytes(self.geometry, TILE_ROWS, self.context))
+            cure = "ask for a smaller --vram-cache or context (-c)"
+            raise DeviceError(f"the prompt pass takes {needed} of {self.device} at least, but {format_size(free_bytes)} are left; {cure}")
+        return min(self.options.chunk, n_rows)
+
+    @property
+    def prompt_arithmetic(self) -> str:
+        """Which products the prompt pass runs."""
+        if self.options.is_exact_prefill:
+            return "decode arithmetic"
+        if self.prompt_pass is None:
+            return "prompt arithmetic, plain float32 products"
+        return "prompt arithmetic, Q8_0 products of float16 pairs on tensor cores, experts as in decode"
 
     @property
     def geometry(self) -> Geometry:
@@ -190,7 +260,10 @@ class Engine:
         """Return what the run's settings became, one line each; `how` says what is computed if it is no prompt pass."""
         options = self.options
         modes = ", ".join(sorted({str(mode) for mode in self.store.modes}))
-        prompt = "decode arithmetic" if options.is_exact_prefill else f"prompt arithmetic in chunks of {options.chunk}"
+        prompt = f"prompt pass in {self.prompt_arithmetic}"
+        if not options.is_exact_prefill:
+            prompt += f", up to {self.chunk} tokens at a time"
+            prompt += f" ({options.chunk} asked for; the device memory left and {MOST_ROWS} are the limits)" if self.chunk < options.chunk else ""
         drives = ", ".join(self.prepared.drive_name(n) for n in range(len(self.prepared.manifest.drives)))
         verified = f"1 read in {options.verify_reads} hashed" if options.verify_reads else "reads not hashed"
         caps = "".join(f"; at most {cap} requests in flight on tier {tier}" for tier, cap in sorted(options.tier_caps.items()))
@@ -213,14 +286,13 @@ class Engine:
         new = ids if saved is None else new_ids(saved, ids, where="the saved state")
         self.timing.n_prompt, self.timing.n_reused, self.timing.prompt_began = len(new), len(ids) - len(new), time.perf_counter()
         self.store.phase, self.store.counts = Phase.PROMPT, self.prompt_counts
-        state = self.model.initial_state(1) if saved is None else on_device(saved.state, self.device)
         if self.options.is_exact_prefill or not new:
-            self.decoder.begin(state)
+            self._begin(saved)
             logits = torch.empty(0) if saved is None else saved.logits[None].to(self.device)
-            for start in range(0, len(new), TILE_ROWS):
-                logits = self.decoder.step(new[start : start + TILE_ROWS])
+            if new:
+                logits = self._exact_pass(new)
         else:
-            logits = self._prompt_pass(new, state)
+            logits = self._prompt_pass(new, saved)
         self._wait_for_device()
         self.timing.prompt_ended = time.perf_counter()
         return logits[-1].clone()
@@ -234,13 +306,59 @@ class Engine:
         state = self.decoder.state
         return SavedState(tuple(ids), state if isinstance(state, State) else state.copied(), logits, self.options.arithmetic, made_on(self.device))
 
-    def _prompt_pass(self, ids: list[int], state: State) -> Tensor:
-        tokens = torch.tensor([ids], device=self.device)
-        for start in range(0, len(ids), self.options.chunk):
-            chunk = tokens[:, start : start + self.options.chunk]
-            h, state = self.model.trunk(chunk, state, arithmetic=Arithmetic.PROMPT)
-        self.decoder.begin(state)
-        return self.model.logits(h[:, -1:], arithmetic=Arithmetic.PROMPT)[0]
+    def _begin(self, saved: SavedState | None) -> None:
+        """Let the decoder go on from a saved state, or from no text."""
+        self.decoder.begin(self._first_state(saved))
+
+    def _first_state(self, saved: SavedState | None) -> State:
+        return self.model.initial_state(1) if saved is None else on_device(saved.state, self.device)
+
+    def _prompt_pass(self, ids: list[int], saved: SavedState | None) -> Tensor:
+        """Run new tokens in prompt arithmetic; return the logits after the last, [1, vocabulary]. The decoder goes on from there."""
+        pieces = [ids[start : start + self.chunk] for start in range(0, len(ids), self.chunk)]
+        self._expect_pieces(len(pieces))
+        if self.prompt_pass is not None:
+            self._begin(saved)
+            for piece in pieces:
+                logits = self.prompt_pass.run(piece)[None]
+        else:
+            state = self._first_state(saved)
+            for piece in pieces:
+                h, state = self.model.trunk(torch.tensor([piece], device=self.device), state, arithmetic=Arithmetic.PROMPT)
+            self.decoder.begin(state)
+            logits = self.model.logits(h[:, -1:], arithmetic=Arithmetic.PROMPT)[0]
+        self._end_progress()
+        return logits
+
+    def _exact_pass(self, ids: list[int]) -> Tensor:
+        """Run new tokens in decode arithmetic; return the logits after the last ones, [rows, vocabulary]."""
+        starts = range(0, len(ids), TILE_ROWS)
+        self._expect_pieces(len(starts))
+        for n, start in enumerate(starts):
+            self._n_layers_done = n * len(self.geometry.moe_layers)
+            self._tell_progress()
+            logits = self.decoder.step(ids[start : start + TILE_ROWS])
+        self._end_progress()
+        return logits
+
+    def _expect_pieces(self, n: int) -> None:
+        self._n_layers_done, self._n_layers_due = 0, n * len(self.geometry.moe_layers)
+
+    def _before_layer(self, layer: int) -> None:
+        """Count an MoE layer of a prompt pass that is about to fetch its experts. What this raises ends the pass."""
+        self._tell_progress()
+        self._n_layers_done += 1
+
+    def _end_progress(self) -> None:
+        self._n_layers_done = self._n_layers_due
+        self._tell_progress()
+        # Layers of decode are not counted.
+        self._n_layers_due = 0
+
+    def _tell_progress(self) -> None:
+        if self.on_progress is not None and self._n_layers_due:
+            seconds = time.perf_counter() - self.timing.prompt_began
+            self.on_progress(PromptProgress(self._n_layers_done, self._n_layers_due, seconds, self.store.counts.read_bytes))
 
     @torch.inference_mode()
     def generate(
@@ -284,9 +402,12 @@ class Engine:
     def score(self, ids: list[int], *, arithmetic: Arithmetic, chunk: int | None) -> Tensor:
         """Return the logits of every position, float32 [tokens, vocabulary], on the CPU."""
         self._check_ids(ids)
-        if arithmetic is Arithmetic.PROMPT:
+        if arithmetic is Arithmetic.PROMPT and self.prompt_pass is None:
             return score_with(self.model, ids, arithmetic=arithmetic, chunk=chunk)
-        self.decoder.begin(self.model.initial_state(1))
+        self._begin(None)
+        if arithmetic is Arithmetic.PROMPT and self.prompt_pass is not None:
+            n_rows = min(chunk or self.chunk, self.chunk)
+            return torch.cat([self.prompt_pass.score(ids[start : start + n_rows]) for start in range(0, len(ids), n_rows)])
         n_rows = min(chunk or TILE_ROWS, TILE_ROWS)
         return torch.cat([self.decoder.step(ids[start : start + n_rows]).to("cpu", copy=True) for start in range(0, len(ids), n_rows)])
 

@@ -29,6 +29,8 @@ def statistics(engine: Engine, *, n_generated: int, process_wall_s: float, flat_
         "generation_tok_per_s": n_generated / decode_s if n_generated > 1 else None,
         "prompt_pass_s": prompt_s,
         "prompt_pass_tok_per_s": timing.n_prompt / prompt_s,
+        "prompt_arithmetic": engine.prompt_arithmetic,
+        "prefill_chunk": engine.chunk,
         "n_prompt_computed": timing.n_prompt,
         "n_prompt_reused": timing.n_reused,
         "process_wall_s": process_wall_s,

@@ -4,7 +4,7 @@ The spine is made once and serves many configurations, so that their logits can 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,17 +16,20 @@ from torch import Tensor
 
 from layout.direct import PAGE, Extent, probe_directory, round_up
 from layout.prepared import Copies
-from layout.record import record_layout
+from layout.record import RecordLayout, record_layout
 from manifests.geometry import Geometry
 from runtime.arena import Arena, CudaRegistrar
-from runtime.decode import Decoder, LayerFacts
+from runtime.decode import Decoder, DeviceRecords, LayerFacts
+from runtime.device_slots import SLOT_STEP
 from runtime.engine import Sample, sample_of
 from runtime.flat_out import DEPTHS, Source, best_flat_out
 from runtime.kernels.rows import forbid_tf32
+from runtime.prompt import PromptPass
 from runtime.routing import make_routing
+from runtime.state import FixedState
 from runtime.stats import ExpertCounts, new_counts
 from runtime.store import Phase, Store
-from runtime.synthetic import EmulatedDrive, SyntheticModel, emulated_servers, make_records, random_spine, synthetic_model
+from runtime.synthetic import EmulatedDrive, SyntheticModel, emulated_servers, make_records, random_spine, record_name, synthetic_model
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,45 @@ class Run:
         }
 
 
+@dataclass
+class PromptRun:
+    """What a prompt pass did: seconds in all, and from each MoE layer's experts to the next one's.
+
+    digest      of the logits after the last token
+    peak_bytes  the device memory that it took at its worst, 0 on a CPU
+    """
+
+    seconds: float
+    layer_s: list[float]
+    digest: str
+    peak_bytes: int
+    counts: ExpertCounts = field(default_factory=lambda: new_counts(0))
+
+
+class ResidentRecords:
+    """Records of which all are on the device already: experts share a few, and arrive `n_at_once` at a time."""
+
+    def __init__(self, layout: RecordLayout, records: Sequence[bytes], n_experts: int, device: torch.device, *, n_at_once: int) -> None:
+        stride = round_up(layout.n_bytes, SLOT_STEP)
+        self._slots = torch.zeros(len(records), stride, dtype=torch.uint8, device=device)
+        for slot, record in zip(self._slots, records, strict=True):
+            slot[: layout.n_bytes] = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(device)
+        self._n_at_once = n_at_once
+        self._addresses = self._slots[0].data_ptr() + stride * (np.arange(n_experts) % len(records))
+
+    def address(self, slot: int) -> int:
+        return int(self._addresses[slot])
+
+    def addresses(self, layer: int) -> np.ndarray:
+        return self._addresses
+
+    def fetch_groups(self, layer: int, experts: Sequence[int], *, passing: Collection[int] = ()) -> Iterator[list[tuple[int, int]]]:
+        for start in range(0, len(experts), self._n_at_once):
+            yield [(expert, expert) for expert in experts[start : start + self._n_at_once]]
+
+    def prefetch(self, layer: int, experts: Sequence[int]) -> None: ...
+
+
 class Rig:
     """A geometry with a random spine on a device, and record files in directories."""
 
@@ -151,6 +193,40 @@ class Rig:
                     on_step(step, run)
             run.wait_device_s += decoder.wait_device_s
             return run
+
+    @torch.inference_mode()
+    def prompt(self, setting: Setting, *, on_remark: Callable[[str], None] | None = None) -> PromptRun:
+        """Run setting.n_tokens as a prompt, from an empty text and empty caches. Raises DamagedDataError if an expert cannot be read."""
+        run = Run(setting, on_remark=on_remark)
+        with closing(self.open_store(self.model(setting.drives), setting, run)) as store:
+            store.phase = Phase.PROMPT
+            found = self._prompt(store, setting)
+            found.counts = store.counts
+            return found
+
+    @torch.inference_mode()
+    def resident_prompt(self, setting: Setting, *, n_records: int, n_at_once: int) -> PromptRun:
+        """Run the same prompt without reading: all experts share the first n_records record files' bytes, which are on the device."""
+        records = [(setting.drives[0].directory / record_name(number)).read_bytes() for number in range(n_records)]
+        return self._prompt(ResidentRecords(self.layout, records, self.geometry.n_experts, self.device, n_at_once=n_at_once), setting)
+
+    def _prompt(self, records: DeviceRecords, setting: Setting) -> PromptRun:
+        n = setting.n_tokens
+        routing = torch.from_numpy(make_routing(setting.routing, self.geometry, n, seed=setting.seed)).to(self.device)
+        state = FixedState.empty(self.geometry, n, self.device)
+        runner = PromptPass(self.geometry, self.weights, self.layout, records, state, routing=routing)
+        times = list[float]()
+        runner.on_layer = lambda layer: times.append(time.perf_counter())
+        is_cuda, before = self.device.type == "cuda", 0
+        if is_cuda:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+        began = time.perf_counter()
+        logits = runner.run([row * 7919 % self.geometry.vocab_size for row in range(n)]).cpu()
+        seconds = time.perf_counter() - began
+        peak_bytes = torch.cuda.max_memory_allocated(self.device) - before if is_cuda else 0
+        return PromptRun(seconds, np.diff(times).tolist(), xxhash.xxh3_128_hexdigest(logits.numpy().tobytes()), peak_bytes)
 
     def open_store(self, model: SyntheticModel, setting: Setting, run: Run) -> Store:
         return Store(

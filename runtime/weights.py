@@ -82,6 +82,10 @@ class SpineWeights:
         tiles = Q8Matrix(matrix.data[first : -(-end // TILE_ROWS)], end - first * TILE_ROWS, matrix.n_cols)
         return tiles.expand()[start - first * TILE_ROWS :]
 
+    def quantised(self, name: str) -> Q8Matrix:
+        """Return a matrix as it is kept; names are those of `together` where matrices are kept together."""
+        return self._matrices[name]
+
     def by_head(self, name: str, n_heads: int) -> tuple[Tensor, Tensor]:
         """Return a matrix of heads as int8 [heads, rows, cols] and float16 [heads, rows, cols/32]."""
         quants, scales = self._by_head[name]

@@ -37,7 +37,7 @@ from runtime.draft.choice import DrafterChoice, choose_drafter
 from runtime.draft.gates import ADAPTIVE, Gate, parse_gate
 from runtime.engine import DEFAULT_CHUNK, Engine, Options, check_ids, choose_device, context_limit, open_model
 from runtime.heat import RoutingLog, write_heat
-from runtime.live import live_line
+from runtime.live import live_line, prompt_line
 from runtime.memory import AUTO
 from runtime.report import statistics, statistics_lines
 from runtime.routing import write_trace
@@ -61,7 +61,7 @@ def generate_command(
     device: DeviceOption = None,
     vram_cache: Annotated[str, VRAM_OPTION] = AUTO,
     host_pool: Annotated[str, HOST_OPTION] = AUTO,
-    chunk: Annotated[int, typer.Option(min=1, help="Tokens per piece of the prompt pass.")] = DEFAULT_CHUNK,
+    chunk: Annotated[int, typer.Option("--prefill-chunk", "--chunk", min=1, help="The most tokens the prompt pass takes at a time.")] = DEFAULT_CHUNK,
     state_in: Annotated[Path | None, typer.Option(metavar="F", help="A state from --state-out: only what follows its tokens is computed.")] = None,
     state_out: Annotated[Path | None, typer.Option(metavar="F", help="Where the state after the prompt goes.")] = None,
     long_context: Annotated[str | None, LONG_CONTEXT_OPTION] = None,
@@ -203,6 +203,7 @@ def _generate(
     keep: Callable[[SavedState], None] | None, is_quiet: bool, drafting: Drafting | None,
 ) -> dict[str, Any]:  # fmt: skip
     stream, new_ids, text, finish = TextStream(tokenizer), list[int](), "", None
+    engine.on_progress = lambda progress: live.show(prompt_line(progress))
     try:
         for step in engine.generate(prompt_ids, n_tokens=n_tokens, sampler=sampler, on_prompt=keep, drafting=drafting):
             new_ids.append(step.token)

@@ -14,6 +14,7 @@ by token, and writes them once. Two, because the programs of a head share q and 
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.kernels.launch import OPTIONS, block_of, constexpr, is_ready, jit, ready, rows_of, runs_kernels, tensor, tl
@@ -21,6 +22,8 @@ from runtime.kernels.norms import L2_EPS, l2_norm
 from runtime.kernels.sigmoid import exp_f32, rsqrt_f32, sigmoid, sigmoid_f32, silu, silu_f32, softplus, softplus_f32
 
 CHUNK_TOKENS = 16
+# Of D, below: chunks are taken together up to 64 MiB of it.
+_MOST_DECAY_ELEMENTS = 1 << 24
 # Of the memory per program: 384 programs for K3's 96 heads of 128.
 VALUE_COLUMNS = 32
 # Tokens per tile of the convolution.
@@ -236,39 +239,52 @@ def _steps_kernel(q: tensor, k: tensor, v: tensor, decay: tensor, beta: tensor, 
 
 def kda_chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
     """Go CHUNK_TOKENS tokens at a time. Shapes and result as in `kda_recurrent`, equal to it up to rounding."""
+    batch, n_heads, size = q.shape[0], q.shape[2], q.shape[3]
+    n_at_once = max(1, _MOST_DECAY_ELEMENTS // (batch * n_heads * CHUNK_TOKENS**2 * size))
     outputs = []
-    for start in range(0, q.shape[1], CHUNK_TOKENS):
-        part = slice(start, start + CHUNK_TOKENS)
-        heads_first = (x[:, part].transpose(1, 2) for x in (q, k, v, g, beta))
-        o, memory = _chunk(*heads_first, memory=memory)
-        outputs.append(o.transpose(1, 2))
+    for part in zip(*(x.split(n_at_once * CHUNK_TOKENS, dim=1) for x in (q, k, v, g, beta)), strict=True):
+        o, memory = _chunks(*(_in_chunks(x) for x in part), memory=memory)
+        outputs.append(o.flatten(2, 3).transpose(1, 2)[:, : part[0].shape[1]])
     return torch.cat(outputs, dim=1), memory
 
 
-def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """Solve one chunk of C tokens.
+def _in_chunks(x: Tensor) -> Tensor:
+    """Return [B, T, H, ...] as [B, H, chunks, C, ...]. Zeros fill the last chunk: a token of zeros writes nothing, and nothing decays."""
+    x = F.pad(x, [0, 0] * (x.dim() - 2) + [0, -x.shape[1] % CHUNK_TOKENS])
+    return x.unflatten(1, (-1, CHUNK_TOKENS)).movedim(3, 1)
 
-    With G the running sum of g and D_ijd = exp(G_id - G_jd) for i >= j:
+
+def _chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """Solve N chunks of C tokens: what does not need the memory for all at once, the rest one after the other.
+
+    With G the running sum of g in a chunk, D_ijd = exp(G_id - G_jd) for i >= j, and S the memory before the chunk:
 
         A_ij = beta_i sum_d k_id k_jd D_ijd  (i > j);    P_ij = sum_d q_id k_jd D_ijd  (i >= j)
-        (I + A) W = beta (V - (K exp G) S);   O = (Q exp G) S + P W;   S' = diag(exp G_C) S + (K exp(G_C - G))^T W
+        (I + A) U = beta V;   (I + A) Y = beta (K exp G);   W = U - Y S
+        O = (Q exp G) S + P W;   S' = diag(exp G_C) S + (K exp(G_C - G))^T W
 
-    q, k, g [B, H, C, K]; v [B, H, C, V]; beta [B, H, C]; memory [B, H, K, V]; returns O [B, H, C, V] and S'.
+    q, k, g [B, H, N, C, K]; v [B, H, N, C, V]; beta [B, H, N, C]; memory [B, H, K, V]; returns O [B, H, N, C, V] and the last S'.
     """
     total = g.cumsum(-2)
-    decay = _decay_between(total)  # [B, H, C, C, K]
+    decay = _decay_between(total)  # [B, H, N, C, C, K]
     from_start = torch.exp(total)
     to_end = torch.exp(total[..., -1:, :] - total)
     a = beta.unsqueeze(-1) * _decayed_products(k, k, decay)
-    wanted = beta.unsqueeze(-1) * (v - (k * from_start) @ memory)
     # Unit triangular: only what is below the diagonal of A is read, and the diagonal counts as 1.
-    writes = torch.linalg.solve_triangular(a, wanted, upper=False, unitriangular=True)
-    o = (q * from_start) @ memory + _decayed_products(q, k, decay) @ writes
-    return o, from_start[..., -1, :].unsqueeze(-1) * memory + (k * to_end).transpose(-1, -2) @ writes
+    solved = torch.linalg.solve_triangular(a, beta.unsqueeze(-1) * torch.cat([v, k * from_start], -1), upper=False, unitriangular=True)
+    wanted, known = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    kept, keys = from_start[..., -1, :].unsqueeze(-1), (k * to_end).transpose(-1, -2)
+    memories, writes = [], []
+    for u, y, keep, key in zip(*(x.unbind(2) for x in (wanted, known, kept, keys)), strict=True):
+        memories.append(memory)
+        writes.append(u - y @ memory)
+        memory = keep * memory + key @ writes[-1]
+    o = (q * from_start) @ torch.stack(memories, 2) + _decayed_products(q, k, decay) @ torch.stack(writes, 2)
+    return o, memory
 
 
 def _decay_between(total: Tensor) -> Tensor:
-    """Return exp(G_i - G_j) for i >= j and 0 elsewhere: [B, H, C, K] -> [B, H, C, C, K]."""
+    """Return exp(G_i - G_j) for i >= j and 0 elsewhere: [..., C, K] -> [..., C, C, K]."""
     n_tok = total.shape[-2]
     is_later = torch.ones(n_tok, n_tok, dtype=torch.bool, device=total.device).triu(1).unsqueeze(-1)
     # Masked before exp, and never factored into exp(G_i) * exp(-G_j): either would overflow and give NaN.
@@ -276,5 +292,5 @@ def _decay_between(total: Tensor) -> Tensor:
 
 
 def _decayed_products(x: Tensor, y: Tensor, decay: Tensor) -> Tensor:
-    """Return sum_d x_id y_jd D_ijd: [B, H, C, C]."""
+    """Return sum_d x_id y_jd D_ijd: [..., C, C]."""
     return (x.unsqueeze(-2) * y.unsqueeze(-3) * decay).sum(-1)

@@ -15,6 +15,7 @@ from runtime.kernels.bf16 import bf16_product
 from runtime.kernels.cuda_library import find_library, reject
 from runtime.kernels.expert import expert_forward, run_experts
 from runtime.kernels.launch import IS_INTERPRETED
+from runtime.kernels.prompt_q8_0 import q8_0_product_of_many
 from runtime.kernels.q8_0 import Q8Matrix, pack_q8_0, q8_0_product
 from runtime.kernels.rows import TILE_ROWS
 from runtime.kernels.steps_check import STEP_CHECKS, TOLERANCE, Check, randn
@@ -66,6 +67,18 @@ def _run_q8_0(x: Tensor, w: Q8Matrix) -> tuple[Tensor, Tensor]:
 def _expect_q8_0(x: Tensor, w: Q8Matrix) -> tuple[Tensor, Tensor]:
     y = x @ w.expand().double().T
     return y, torch.zeros_like(y[:1])
+
+
+def _prompt_inputs(source: torch.Generator) -> tuple[Tensor, Q8Matrix]:
+    return randn(source, 2 * TILE_ROWS + 1, 4096), random_q8_0(200, 4096, source)
+
+
+def _run_prompt(x: Tensor, w: Q8Matrix) -> tuple[Tensor]:
+    return (q8_0_product_of_many(x, w),)
+
+
+def _expect_prompt(x: Tensor, w: Q8Matrix) -> tuple[Tensor]:
+    return (x @ w.expand().double().T,)
 
 
 def _bf16_inputs(source: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -127,5 +140,6 @@ CHECKS = (
     Check("Q8_0 product", _q8_0_inputs, _run_q8_0, _expect_q8_0, is_product=True),
     Check("bfloat16 product", _bf16_inputs, _run_bf16, _expect_bf16, is_product=True),
     Check("grouped MXFP4 experts", _expert_inputs, _run_experts, _expect_experts, is_product=True),
+    Check("Q8_0 product of many rows", _prompt_inputs, _run_prompt, _expect_prompt),
     *STEP_CHECKS,
 )
