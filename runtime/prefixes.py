@@ -5,8 +5,8 @@ host memory; the device's is for experts. A prompt that goes on from a kept stat
 """
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,64 +14,64 @@ import torch
 from torch import Tensor
 
 from manifests.geometry import Geometry
-from runtime.engine import Engine, Options, Timing
-from runtime.kernels.rows import TILE_ROWS, Arithmetic
-from runtime.model import Experts, Model
+from runtime.decode import Decoder, LayerFacts
+from runtime.engine import Engine, Options, PromptProgress, Timing
+from runtime.kernels.rows import TILE_ROWS
+from runtime.saved_state import SavedState, made_on
 from runtime.state import FixedState, KdaState, LayerState, MlaState, State, initial_state
 from runtime.stats import new_counts
-from runtime.store import Phase
 from runtime.tokens import Tokenizer
 
 
-class Kept(NamedTuple):
-    """What a text left behind: its tokens, the state after them in host memory, and the logits [vocabulary] after the last one."""
+class _Kept(NamedTuple):
+    """A state, and the text it belongs to: its own ids, and perhaps one more that was chosen and not computed."""
 
-    ids: list[int]
-    state: State
-    logits: Tensor
+    saved: SavedState
+    told: tuple[int, ...]
 
 
 class KeptStates:
-    """The states of the texts used last, at most n_most."""
+    """The states of the texts used last, in host memory, at most n_most."""
 
     def __init__(self, n_most: int) -> None:
         self.n_most = n_most
-        self._kept: list[Kept] = []
+        self._kept: list[_Kept] = []
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def find(self, ids: list[int]) -> Kept | None:
+    def find(self, ids: list[int]) -> SavedState | None:
         """Return the longest kept text that `ids` begin with, or are."""
-        fitting = [kept for kept in self._kept if ids[: len(kept.ids)] == kept.ids]
+        fitting = [kept for kept in self._kept if tuple(ids[: len(kept.saved.ids)]) == kept.saved.ids]
         if not fitting:
             return None
-        best = max(fitting, key=lambda kept: len(kept.ids))
-        self._put_last(best)
-        return best
+        best = max(fitting, key=lambda kept: len(kept.saved.ids))
+        self._kept = [kept for kept in self._kept if kept is not best] + [best]
+        return best.saved
 
     def retold(self, ids: list[int], tokenizer: Tokenizer) -> list[int]:
         """Return ids that say the same, beginning with a kept text if one says the same in other tokens.
 
         A reply that comes back as text has the tokens that the tokenizer makes of it, which need not be those that the model chose.
         """
-        for kept in sorted(self._kept, key=lambda kept: len(kept.ids), reverse=True):
-            n_same = n_saying_the_same(kept.ids, ids, tokenizer)
+        texts = {text for kept in self._kept for text in (kept.told, kept.saved.ids)}
+        for text in sorted(texts, key=len, reverse=True):
+            n_same = n_saying_the_same(text, ids, tokenizer)
             if n_same is not None:
-                return kept.ids + ids[n_same:]
+                return [*text, *ids[n_same:]]
         return ids
 
-    def keep(self, kept: Kept) -> None:
-        """Keep a state in the place of an equal text's, or of the one that was used longest ago."""
-        self._kept = [other for other in self._kept if other.ids != kept.ids]
-        self._kept.append(kept)
+    def keep(self, saved: SavedState, *, told: Sequence[int] | None = None) -> None:
+        """Keep a state in the place of an equal text's, or of the one that was used longest ago.
+
+        told  the text, if it goes on by one token that was not computed
+        """
+        self._kept = [other for other in self._kept if other.saved.ids != saved.ids]
+        self._kept.append(_Kept(saved, saved.ids if told is None else tuple(told)))
         del self._kept[: max(0, len(self._kept) - self.n_most)]
 
-    def _put_last(self, kept: Kept) -> None:
-        self._kept = [other for other in self._kept if other is not kept] + [kept]
 
-
-def n_saying_the_same(kept: list[int], ids: list[int], tokenizer: Tokenizer) -> int | None:
+def n_saying_the_same(kept: Sequence[int], ids: Sequence[int], tokenizer: Tokenizer) -> int | None:
     """Return how many of the ids say what all of `kept` says: the same markers, and between them the same bytes. None if they do not."""
     runs, n_same = _runs(ids, tokenizer), 0
     for run, _ in _runs(kept, tokenizer):
@@ -81,7 +81,7 @@ def n_saying_the_same(kept: list[int], ids: list[int], tokenizer: Tokenizer) -> 
     return n_same
 
 
-def _runs(ids: list[int], tokenizer: Tokenizer) -> Iterator[tuple[int | bytes, int]]:
+def _runs(ids: Sequence[int], tokenizer: Tokenizer) -> Iterator[tuple[int | bytes, int]]:
     """Yield each special token, and the bytes of each longest run of others, with the number of ids up to its end."""
     run: list[bytes] = []
     for n, token in enumerate(ids):
@@ -96,68 +96,44 @@ def _runs(ids: list[int], tokenizer: Tokenizer) -> Iterator[tuple[int | bytes, i
         yield b"".join(run), len(ids)
 
 
-class _Watched:
-    """Experts that have a look taken before each layer."""
-
-    def __init__(self, experts: Experts, look: Callable[[], None]) -> None:
-        self._experts, self._look = experts, look
-
-    def run(self, layer: int, z: Tensor, ids: Tensor, is_tiled: bool) -> Tensor:
-        self._look()
-        return self._experts.run(layer, z, ids, is_tiled)
-
-
 class ServingEngine(Engine):
     """An engine whose prompts go on from kept states.
 
-    check     called before each layer of a prompt pass; what it raises ends the pass
-    n_cached  tokens of the last prompt that were not computed again
+    check  called with each layer of a prompt pass; what it raises ends the pass
     """
 
     def __init__(self, manifest: Path, options: Options, *, n_kept: int, on_remark: Callable[[str], None]) -> None:
         super().__init__(manifest, options, on_remark=on_remark)
-        self.model = Model(self.geometry, self.weights, _Watched(self.model.experts, self._look))
+        self.on_progress = self._look
         self.kept = KeptStates(n_kept)
         self.check: Callable[[], None] = lambda: None
-        self.n_cached = self._n_done = 0
-        self._n_due = 1
+        # How much of the prompt pass is done, 0 to 1; may be read by any thread.
+        self.prompt_share = 0.0
 
     def __enter__(self) -> "ServingEngine":
         return self
 
     @property
-    def prompt_share(self) -> float:
-        """How much of the prompt pass is done, 0 to 1; may be read by any thread."""
-        return min(1.0, self._n_done / self._n_due)
+    def n_cached(self) -> int:
+        """Tokens of the last prompt that were not computed again."""
+        return self.timing.n_reused
 
     def begin_request(self, check: Callable[[], None]) -> None:
         """Count anew, and ask `check` from now on."""
         n_drives = len(self.prepared.manifest.drives)
         self.prompt_counts, self.decode_counts = new_counts(n_drives), new_counts(n_drives)
-        self.timing, self.check = Timing(), check
-        self.n_cached = self._n_done = 0
+        self.timing, self.check, self.prompt_share = Timing(), check, 0.0
 
     @torch.inference_mode()
     def prompt(self, ids: list[int]) -> Tensor:
         """Return the logits [vocabulary] after the last token, computing only what follows the longest kept beginning."""
-        self._check_ids(ids)
-        kept = self.kept.find(ids)
-        self.n_cached = len(kept.ids) if kept else 0
-        new = ids[self.n_cached :]
-        self.timing.n_prompt, self.timing.prompt_began = len(new), time.perf_counter()
-        self.store.phase, self.store.counts = Phase.PROMPT, self.prompt_counts
-        n_rows = TILE_ROWS if self.options.is_exact_prefill else self.options.chunk
-        self._n_done, self._n_due = 0, max(1, math.ceil(len(new) / n_rows) * len(self.geometry.moe_layers))
-        if kept and not new:
-            self.decoder.begin(kept.state)
-            logits = kept.logits.to(self.device)
-        else:
-            logits = self._exact_pass(new, kept) if self.options.is_exact_prefill else self._pass(new, kept)
-        self._wait_for_device()
-        self.timing.prompt_ended = time.perf_counter()
-        if new:
+        self._saved = self.kept.find(ids)
+        n_new = len(ids) - (len(self._saved.ids) if self._saved else 0)
+        with self._looking_at_steps(math.ceil(n_new / TILE_ROWS)):
+            logits = super().prompt(ids)
+        if n_new:
             self._keep(ids, logits)
-        return logits.clone()
+        return logits
 
     @torch.inference_mode()
     def keep_reply(self, ids: list[int], logits: Tensor) -> None:
@@ -166,34 +142,34 @@ class ServingEngine(Engine):
         The last token has not been computed: it is the first of what follows.
         """
         if self.decoder.state.n_tokens == len(ids) - 1:
-            self._keep(ids[:-1], logits)
+            self._keep(ids[:-1], logits, told=ids)
 
-    def _keep(self, ids: list[int], logits: Tensor) -> None:
+    def _keep(self, ids: list[int], logits: Tensor, *, told: list[int] | None = None) -> None:
         if self.kept.n_most:
-            self.kept.keep(Kept(ids, on_host(self.decoder.state), logits.to("cpu", copy=True)))
+            state = on_host(self.decoder.state)
+            saved = SavedState(tuple(ids), state, logits.to("cpu", copy=True), self.options.arithmetic, made_on(self.device))
+            self.kept.keep(saved, told=told)
 
-    def _pass(self, new: list[int], kept: Kept | None) -> Tensor:
-        state = on_device(kept.state, self.device) if kept else initial_state(self.geometry, 1, self.device)
-        tokens = torch.tensor([new], device=self.device)
-        for start in range(0, len(new), self.options.chunk):
-            h, state = self.model.trunk(tokens[:, start : start + self.options.chunk], state, arithmetic=Arithmetic.PROMPT)
-        self.decoder.begin(state)
-        return self.model.logits(h[:, -1:], arithmetic=Arithmetic.PROMPT)[0, -1]
+    @contextmanager
+    def _looking_at_steps(self, n_steps: int) -> Iterator[None]:
+        """Look after each layer of the decoder's steps: with --exact-prefill they are the prompt pass."""
+        assert isinstance(self.decoder, Decoder)
+        n_done, n_due = 0, n_steps * len(self.geometry.moe_layers)
 
-    def _exact_pass(self, new: list[int], kept: Kept | None) -> Tensor:
-        if kept:
-            self.decoder.begin(kept.state)
-        else:
-            self.decoder.begin(self.model.initial_state(1))
-        for start in range(0, len(new), TILE_ROWS):
-            self.check()
-            logits = self.decoder.step(new[start : start + TILE_ROWS])
-            self._n_done += len(self.geometry.moe_layers)
-        return logits[-1]
+        def look(facts: LayerFacts) -> None:
+            nonlocal n_done
+            n_done += 1
+            self._look(PromptProgress(n_done, n_due, 0.0, 0))
 
-    def _look(self) -> None:
+        self.decoder.on_layer = look
+        try:
+            yield
+        finally:
+            self.decoder.on_layer = None
+
+    def _look(self, progress: PromptProgress) -> None:
+        self.prompt_share = progress.n_done / progress.n_due
         self.check()
-        self._n_done += 1
 
 
 def on_host(state: FixedState | State) -> State:
@@ -205,17 +181,6 @@ def _layer_on_host(layer: LayerState, n_tokens: int) -> LayerState:
     if isinstance(layer, MlaState):
         return MlaState(layer.latent[:, :n_tokens].to("cpu", copy=True), layer.k_rot[:, :n_tokens].to("cpu", copy=True))
     return KdaState(layer.memory.to("cpu", copy=True), layer.conv.to("cpu", copy=True))
-
-
-def on_device(state: State, device: torch.device) -> State:
-    """Return a state in the memory of a device."""
-
-    def moved(layer: LayerState) -> LayerState:
-        if isinstance(layer, MlaState):
-            return MlaState(layer.latent.to(device), layer.k_rot.to(device))
-        return KdaState(layer.memory.to(device), layer.conv.to(device))
-
-    return State(state.n_tokens, tuple(map(moved, state.layers)))
 
 
 def kept_bytes(geometry: Geometry, n_tokens: int) -> int:

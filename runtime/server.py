@@ -10,6 +10,7 @@ import math
 import secrets
 import signal
 import socket
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,7 @@ from runtime.prefixes import ServingEngine
 from runtime.server_http import EventStream, Gone, Guard, Inbox, NoAnswer, comment, error_response, event, read_body, timed_protocol
 from runtime.server_metrics import GOOD, Metrics, prometheus_text
 from runtime.server_openapi import openapi
+from runtime.server_page import model_facts, page
 from runtime.server_queue import Cancelled, Failed, Job, JobQueue, QueueClosed, QueueFull
 from runtime.server_reply import Answer, ChatAnswer, CompletionAnswer
 from runtime.server_schema import (
@@ -65,23 +67,30 @@ N_TOKENISING = 2
 MOST_CONNECTIONS = 256
 # How long a connection may stay open between requests.
 KEEP_ALIVE_S = 5.0
+# How long nothing may come from us while a client waits: proxies cut a stream that is silent.
+HEARTBEAT_S = 2.0
 # How long after --drain a client may go on reading.
 LAST_WORDS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """How to serve. `keys`: the API keys, none for no check."""
+    """How to serve.
+
+    keys         the API keys, none for no check
+    heartbeat_s  how long a stream may be silent while its client waits
+    """
 
     model_name: str
     keys: frozenset[bytes]
     n_queue: int
     drain_s: float
     read_timeout_s: float
+    heartbeat_s: float = HEARTBEAT_S
 
 
 class Server:
-    """The API over an engine. `run` serves until a signal or a fault; afterwards `fault` says which, if it was one."""
+    """The API over an engine. `run` serves until a signal, a fault or `end`; afterwards `fault` says whether it was one."""
 
     def __init__(self, engine: ServingEngine, tokenizer: Tokenizer, options: ServerOptions, *, on_remark: Callable[[str], None]) -> None:
         self.engine, self.tokenizer, self.options, self._on_remark = engine, tokenizer, options, on_remark
@@ -104,6 +113,11 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._loop.set_default_executor(ThreadPoolExecutor(N_TOKENISING, thread_name_prefix="tokens"))
         await self._http.serve(sockets=[listener])
+
+    def end(self) -> None:
+        """Let `run` end as a signal does; may be called from any thread once it serves."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._end)
 
     def _end(self) -> None:
         """Take nothing new; give up after --drain what is not over then, at a second call at once."""
@@ -132,6 +146,8 @@ class Server:
             Route("/v1/models/{name:path}", self._model),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
+            Route("/", page),
+            Route("/status", self._status),
             Route("/health", self._health),
             Route("/metrics", self._metrics),
             Route("/openapi.json", self._openapi),
@@ -169,7 +185,7 @@ class Server:
         except BadInputError as error:
             raise ApiError(400, str(error), param="prompt") from None
         task = Task(number=next(self._numbers), name=kind, ids=ids, is_chat=kind == _CHAT, n_tokens=n_tokens, sampling=settings, answer=answer)
-        inbox = Inbox(request.receive)
+        inbox = Inbox(request.receive, heartbeat_s=self.options.heartbeat_s)
         job = Job(partial(self._worker.run, task), inbox.post)
         try:
             self._put(job)
@@ -294,9 +310,21 @@ class Server:
         except BadInputError as error:
             raise refused("tokens", str(error)) from None
 
+    def _state(self, drive_states: list[str]) -> str:
+        """Return how the server is, in a word."""
+        if self.fault:
+            return "failed"
+        return "ending" if self._http.should_exit else "ok" if all(s in GOOD for s in drive_states) else "degraded"
+
+    async def _status(self, request: Request) -> JSONResponse:
+        found = self.metrics.snapshot()
+        head = {"status": self._state([drive["state"] for drive in found["drives"]]), "model": self._model_facts() | model_facts(self.engine)}
+        queue = {"running": int(self._queue.is_busy), "waiting": self._queue.n_waiting, "most_waiting": self._queue.n_most}
+        return JSONResponse(head | {"queue": queue, "running": self._worker.progress()} | found)
+
     async def _health(self, request: Request) -> JSONResponse:
         states = self.metrics.drive_states()
-        status = "failed" if self.fault else "ending" if self._http.should_exit else "ok" if all(s in GOOD for s in states) else "degraded"
+        status = self._state(states)
         drives = [{"drive": n, "tier": tier, "state": s} for n, (tier, s) in enumerate(zip(self.metrics.tiers, states, strict=True))]
         body = {"status": status, "running": int(self._queue.is_busy), "waiting": self._queue.n_waiting, "drives": drives}
         return JSONResponse(body, 503 if status in ("failed", "ending") else 200)
@@ -375,7 +403,10 @@ async def _tell(request: Request, error: ApiError) -> JSONResponse:
 
 async def _tell_http(request: Request, error: HTTPException) -> JSONResponse:
     what = {404: f"{request.url.path[:60]}: there is nothing here; see /openapi.json", 405: f"{request.method} is not answered here"}
-    return error_response(ApiError(error.status_code, what.get(error.status_code, error.detail)))
+    answer = error_response(ApiError(error.status_code, what.get(error.status_code, error.detail)))
+    # With 405 the methods that are.
+    answer.headers.update(error.headers or {})
+    return answer
 
 
 async def _tell_nobody(request: Request, error: Gone) -> Any:
@@ -409,6 +440,10 @@ class _HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            # Signals are for the main thread alone to hear.
+            yield
+            return
         loop = asyncio.get_running_loop()
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         for number in before:

@@ -18,10 +18,9 @@ from runtime.server_schema import MAX_BODY_BYTES, ApiError
 
 Json = dict[str, Any]
 
-# How long nothing may come from us while a client waits: proxies cut a stream that is silent.
-HEARTBEAT_S = 2.0
 WRITE_TIMEOUT_S = 60.0
-OPEN_PATHS = ("/health",)
+# The page holds nothing but itself: what it shows it asks for, with a key where one is needed.
+OPEN_PATHS = ("/", "/health")
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -129,10 +128,10 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 class Inbox:
-    """What other threads post for a request, until its client is gone."""
+    """What other threads post for a request, until its client is gone. heartbeat_s: how long `next` waits at most."""
 
-    def __init__(self, receive: Receive) -> None:
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, receive: Receive, *, heartbeat_s: float) -> None:
+        self._loop, self._heartbeat_s = asyncio.get_running_loop(), heartbeat_s
         self._events: asyncio.Queue[object] = asyncio.Queue()
         self._watch = self._loop.create_task(self._until_gone(receive))
 
@@ -141,9 +140,9 @@ class Inbox:
         self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     async def next(self) -> object | None:
-        """Return the next event, None if there was none for HEARTBEAT_S. Raises Gone."""
+        """Return the next event, None if there was none for heartbeat_s. Raises Gone."""
         try:
-            async with asyncio.timeout(HEARTBEAT_S):
+            async with asyncio.timeout(self._heartbeat_s):
                 event = await self._events.get()
         except TimeoutError:
             return None

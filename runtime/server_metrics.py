@@ -1,8 +1,8 @@
-"""What a server has done since it began, for Prometheus and for /health, and what one request took."""
+"""What a server has done since it began, for Prometheus, /health and /status, and what one request took."""
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -13,6 +13,8 @@ PHASES = ("prompt_pass", "decode")
 SOURCES = ("device_hits", "host_hits", "records")
 # States of a drive that need nobody.
 GOOD = ("ok", "unused")
+# Runs that are remembered.
+N_RUNS = 10
 
 
 class DriveTotals(NamedTuple):
@@ -46,6 +48,7 @@ class Metrics:
         self._seen = list(self._drives)
         self._is_failing = [False for _ in drives]
         self._began = time.time()
+        self._runs: deque[dict[str, Any]] = deque(maxlen=N_RUNS)
 
     def begin(self) -> None:
         """A request begins; the engine counts anew."""
@@ -58,10 +61,11 @@ class Metrics:
             self._totals["generated"] += 1
             self._look_at_drives()
 
-    def end(self) -> None:
-        """The request is over, whichever way."""
+    def end(self, run: dict[str, Any]) -> None:
+        """The request is over, whichever way; `run` says how it went."""
         timing = self._engine.timing
         with self._lock:
+            self._runs.appendleft(run | {"ended_at": time.time()})
             times = timing.token_times or []
             self._totals["prompt_computed"] += timing.n_prompt if times else 0
             self._totals["prompt_kept"] += self._engine.n_cached if times else 0
@@ -102,6 +106,22 @@ class Metrics:
             totals[f"records/{phase}"] += counts.n_records
             totals[f"read_bytes/{phase}"] += counts.read_bytes
         return totals
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a page shows that is drawn again and again; rates are differences between two of these, over `clock_s`."""
+        states = self.drive_states()
+        with self._lock:
+            totals, drives, runs = self._with_live(), self._drive_totals(), list(self._runs)
+        return {
+            "clock_s": time.monotonic(),
+            "generated_tokens": totals["generated"],
+            "experts": {phase: {source: totals[f"{source}/{phase}"] for source in SOURCES} for phase in PHASES},
+            "drives": [
+                {"drive": n, "tier": tier, "state": state, "read_bytes": drive.read_bytes, "bad_reads": drive.n_bad}
+                for n, (tier, state, drive) in enumerate(zip(self.tiers, states, drives, strict=True))
+            ],
+            "runs": runs,
+        }
 
     def families(self, *, queue: dict[str, float], outcomes: dict[str, float], is_up: bool) -> list[Family]:
         """Return all metrics; the queue's own numbers come from the queue."""

@@ -54,6 +54,43 @@ _ERROR: Json = {
     },
     "required": ["error"],
 }
+_COUNT: Json = {"type": "integer", "minimum": 0}
+_SHARE: Json = {"type": "number", "minimum": 0, "maximum": 1}
+_SECONDS: Json = {"type": "number", "minimum": 0}
+
+
+def _facts(**properties: Json) -> Json:
+    """Return the schema of an object that has all of these and nothing else."""
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+_REQUEST = {"number": _COUNT, "kind": {"enum": ["chat.completion", "text_completion"]}, "n_prompt": _COUNT, "n_cached": _COUNT, "n_generated": _COUNT}
+_MODEL_FACTS = {
+    **{name: {"type": "string"} for name in ("id", "object", "owned_by", "architecture", "device")},
+    **{name: _COUNT for name in ("created", "context_length", "n_layers", "n_experts", "n_experts_per_token")},
+    **{name: _COUNT for name in ("device_slots", "host_slots", "record_bytes")},
+}
+_EXPERTS = _facts(device_hits=_COUNT, host_hits=_COUNT, records=_COUNT)
+_STATE = {"enum": ["ok", "failing", "absent", "unused"]}
+_MAYBE_SECONDS = {"type": ["number", "null"], "minimum": 0}
+_RUN = _REQUEST | {
+    "ended_by": {"enum": ["stop", "length", "failed or given up"]},
+    "ended_at": _SECONDS,
+    "seconds": _SECONDS,
+    "time_to_first_token_s": _MAYBE_SECONDS,
+    "steady_decode_tok_per_s": _MAYBE_SECONDS,
+}
+_STATUS = _facts(
+    status={"enum": ["ok", "degraded", "failed", "ending"]},
+    model=_facts(**_MODEL_FACTS),
+    queue=_facts(running=_COUNT, waiting=_COUNT, most_waiting=_COUNT),
+    running={"anyOf": [_facts(**_REQUEST, prompt_share=_SHARE), {"type": "null"}]},
+    clock_s=_SECONDS,
+    generated_tokens=_COUNT,
+    experts=_facts(prompt_pass=_EXPERTS, decode=_EXPERTS),
+    drives={"type": "array", "items": _facts(drive=_COUNT, tier={"type": "string"}, state=_STATE, read_bytes=_COUNT, bad_reads=_COUNT)},
+    runs={"type": "array", "items": _facts(**_RUN)},
+)
 _REFUSALS = {
     "400": "A field is not what it must be or cannot be honoured, or prompt and answer do not fit into the context.",
     "401": "The API key is missing or unknown.",
@@ -93,6 +130,10 @@ def _paths(model_name: str) -> Json:
         "/detokenize": _post("Turn token ids into text.", tokens),
         "/v1/models": _get("The model, as a list of one."),
         "/v1/models/{name}": _get("The model.", name=model_name),
+        "/": _get("A page for people: the state of the server, and a chat.", content="text/html", is_open=True),
+        "/status": _get(
+            "What the page shows: model, queue, what runs, experts, drives, and the last runs. Counts since the server began.", schema=_STATUS
+        ),
         "/health": _get("Whether answers can be generated, and how the drives are.", also={"503": "The server has failed or ends."}, is_open=True),
         "/metrics": _get("Counts since the server began, for Prometheus.", content="text/plain"),
         "/openapi.json": _get("This document."),
@@ -118,10 +159,16 @@ def _post(says: str, body: Json, *, is_stream: bool = False) -> Json:
 
 
 def _get(
-    says: str, *, name: str | None = None, also: Mapping[str, str] | None = None, content: str = "application/json", is_open: bool = False
+    says: str,
+    *,
+    name: str | None = None,
+    also: Mapping[str, str] | None = None,
+    content: str = "application/json",
+    schema: Json | None = None,
+    is_open: bool = False,
 ) -> Json:
     """Return a path that is read. name: the one value of its parameter; is_open: whether strangers may read it too."""
-    schema = {"type": "string"} if content == "text/plain" else _ANY_OBJECT
+    schema = schema or ({"type": "string"} if content.startswith("text/") else _ANY_OBJECT)
     answer = {"200": {"description": "The answer.", "content": {content: {"schema": schema}}}}
     if is_open:
         return {"get": {"summary": says, "security": [], "responses": answer | {code: {"description": text} for code, text in (also or {}).items()}}}

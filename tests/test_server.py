@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
-from conftest import DATA, succeed
-from serving import Served, serving
+from conftest import DATA
+from inside import ran
+from serving import HTTP, Client, serving_inside
 
 from runtime.tokens import load_tokenizer
 
@@ -22,17 +22,17 @@ NAME = "tiny-k3.1"
 
 
 @pytest.fixture(scope="module")
-def served(extractions: dict[str, Path]) -> Iterator[Served]:
-    with serving(extractions[NAME]) as served:
+def served(extractions: dict[str, Path]) -> Iterator[Client]:
+    with serving_inside(extractions[NAME]) as served:
         yield served
 
 
 @pytest.fixture(scope="module")
-def client(served: Served) -> openai.OpenAI:
+def client(served: Client) -> openai.OpenAI:
     return served.openai()
 
 
-def completed(served: Served, prompt: Any, n_tokens: int, **more: Any) -> dict[str, Any]:
+def completed(served: Client, prompt: Any, n_tokens: int, **more: Any) -> dict[str, Any]:
     body = {"prompt": prompt, "max_tokens": n_tokens, "temperature": 0, "return_token_ids": True} | more
     answer = served.post("/v1/completions", body)
     assert answer.status_code == 200, answer.text
@@ -72,23 +72,23 @@ def test_without_thinking_the_answer_is_content(client: openai.OpenAI) -> None:
     assert answer.choices[0].message.content and "reasoning_content" not in answer.choices[0].message.model_extra
 
 
-def test_generate_completions_and_chat_give_the_same_ids(served: Served, extractions: dict[str, Path]) -> None:
+def test_generate_completions_and_chat_give_the_same_ids(served: Client, extractions: dict[str, Path]) -> None:
     prompt = served.post("/tokenize", {"messages": HELLO}).json()["tokens"]
     words = ",".join(map(str, prompt))
-    generated = json.loads(succeed("krun", "generate", "-m", extractions[NAME], "--ids", words, "-n", 20, "--json").out)
+    generated = json.loads(ran("generate", "-m", extractions[NAME], "--ids", words, "-n", 20, "--json").out)
     completion = completed(served, prompt, 20)["choices"][0]
     assert (completion["token_ids"], completion["text"]) == (generated["ids"], generated["text"])
     chat = served.post("/v1/chat/completions", {"messages": HELLO, "max_tokens": 20, "temperature": 0, "return_token_ids": True}).json()
     assert chat["prompt_token_ids"] == prompt and chat["choices"][0]["token_ids"] == generated["ids"]
 
 
-def test_a_text_and_its_ids_are_the_same_prompt(served: Served) -> None:
+def test_a_text_and_its_ids_are_the_same_prompt(served: Client) -> None:
     text = completed(served, "hello there", 10)
     ids = completed(served, [TINY.encode("hello there")], 10)
     assert text["choices"] == ids["choices"] and text["prompt_token_ids"] == TINY.encode("hello there")
 
 
-def test_a_seed_makes_a_drawn_text_repeatable(served: Served) -> None:
+def test_a_seed_makes_a_drawn_text_repeatable(served: Client) -> None:
     first, again, other = (completed(served, "once", 12, temperature=1.5, seed=seed)["choices"][0]["token_ids"] for seed in (7, 7, 8))
     assert first == again != other
 
@@ -133,7 +133,7 @@ def test_log_probabilities_are_those_of_the_tokens(client: openai.OpenAI) -> Non
         assert sum(map(math.exp, likeliest)) < 1 and bytes(entry.bytes).decode(errors="replace") == entry.token
 
 
-def test_log_probabilities_of_a_completion_come_in_its_own_form(served: Served) -> None:
+def test_log_probabilities_of_a_completion_come_in_its_own_form(served: Client) -> None:
     choice = completed(served, "hello there", 8, logprobs=2)["choices"][0]
     told = choice["logprobs"]
     assert [len(told[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")] == [8] * 4
@@ -144,11 +144,11 @@ def test_log_probabilities_of_a_completion_come_in_its_own_form(served: Served) 
     assert stream.text.endswith("data: [DONE]\n\n")
 
 
-def computed(served: Served) -> float:
+def computed(served: Client) -> float:
     return served.metrics()['ktier_prompt_tokens_total{source="computed"}']
 
 
-def test_a_second_turn_computes_only_the_new_tokens(served: Served) -> None:
+def test_a_second_turn_computes_only_the_new_tokens(served: Client) -> None:
     prompt = TINY.encode("a first turn that is somewhat long")
     first = completed(served, prompt, 9)
     before, new = computed(served), TINY.encode(" and more")
@@ -161,7 +161,7 @@ def test_a_second_turn_computes_only_the_new_tokens(served: Served) -> None:
     assert again["choices"] == second["choices"] and computed(served) - before == len(new) + 1
 
 
-def test_a_second_turn_of_a_chat_does_not_compute_the_first_prompt_again(served: Served) -> None:
+def test_a_second_turn_of_a_chat_does_not_compute_the_first_prompt_again(served: Client) -> None:
     body = {"messages": [{"role": "user", "content": "a question of its own"}], "max_tokens": 6, "temperature": 0}
     first = served.post("/v1/chat/completions", body).json()
     body["messages"] += [first["choices"][0]["message"], {"role": "user", "content": "and then?"}]
@@ -170,20 +170,20 @@ def test_a_second_turn_of_a_chat_does_not_compute_the_first_prompt_again(served:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_tokenize_gives_the_ids_of_the_golden_segments(served: Served, case: str) -> None:
+def test_tokenize_gives_the_ids_of_the_golden_segments(served: Client, case: str) -> None:
     expected: list[int] = []
     for text, may_hold_specials in CASES[case]["segments"]:
         expected += (TINY.encode_with_specials if may_hold_specials else TINY.encode)(text)
     assert served.post("/tokenize", CASES[case]["request"]).json() == {"tokens": expected, "count": len(expected)}
 
 
-def test_detokenize_gives_the_text_back(served: Served) -> None:
+def test_detokenize_gives_the_text_back(served: Client) -> None:
     text = "naïve 😀 <|open|>"
     tokens = served.post("/tokenize", {"prompt": text}).json()["tokens"]
     assert tokens == TINY.encode(text) and served.post("/detokenize", {"tokens": tokens}).json() == {"prompt": text}
 
 
-def test_tools_and_their_results_go_into_the_prompt(client: openai.OpenAI, served: Served) -> None:
+def test_tools_and_their_results_go_into_the_prompt(client: openai.OpenAI, served: Client) -> None:
     request = CASES["tool_call_and_result"]["request"]
     answer = client.chat.completions.create(model=NAME, messages=request["messages"], tools=request["tools"], max_tokens=3, temperature=0)
     assert answer.usage.prompt_tokens == served.post("/tokenize", request).json()["count"]
@@ -206,23 +206,23 @@ def test_errors_come_as_the_exceptions_of_the_openai_package(client: openai.Open
     assert refused.value.param == "n" and refused.value.type == "invalid_request_error"
 
 
-def test_health_and_metrics_tell_of_queue_and_drives(served: Served) -> None:
-    assert httpx.get(f"{served.url}/health").json() == {
+def test_health_and_metrics_tell_of_queue_and_drives(served: Client) -> None:
+    assert HTTP.get(f"{served.url}/health").json() == {
         "status": "ok",
         "running": 0,
         "waiting": 0,
         "drives": [{"drive": 0, "tier": "A", "state": "ok"}],
     }
-    text = httpx.get(f"{served.url}/metrics").text
+    text = HTTP.get(f"{served.url}/metrics").text
     line = re.compile(r'# (HELP|TYPE) ktier_\w+ .+|ktier_\w+(\{\w+="[^"]*"(,\w+="[^"]*")*\})? [-+0-9.e]+')
     assert all(line.fullmatch(each) for each in text.splitlines()) and text.endswith("\n")
     assert served.metrics()['ktier_drive_read_bytes_total{drive="0",tier="A"}'] > 0
 
 
-def test_the_openapi_document_names_each_path_that_is_answered(served: Served) -> None:
-    document = httpx.get(f"{served.url}/openapi.json").json()
+def test_the_openapi_document_names_each_path_that_is_answered(served: Client) -> None:
+    document = HTTP.get(f"{served.url}/openapi.json").json()
     for path, operations in document["paths"].items():
         (method,) = operations
-        answer = httpx.request(method, served.url + path.replace("{name}", NAME), content=b"{}", timeout=30)
+        answer = HTTP.request(method, served.url + path.replace("{name}", NAME), content=b"{}")
         assert str(answer.status_code) in operations[method]["responses"], (path, answer.text)
         assert answer.status_code == (400 if method == "post" else 200)

@@ -3,27 +3,29 @@
 import concurrent.futures
 import contextlib
 import json
-import os
-import random
+import re
 import shutil
 import socket
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from conftest import DATA, command
+from conftest import DATA
+from inside import krun
 from placing import add_copies, place
-from serving import Served, eventually, serving
+from serving import CHAT, COMPLETION, HTTP, Served, cut_off, eventually, outlast_storms, serving, serving_inside, text
 
 from manifests.errors import UsageError
 from runtime.cli.serve import serve_command
 from runtime.engine import Options
 from runtime.prefixes import ServingEngine
+from runtime.server import HEARTBEAT_S
 from runtime.server_metrics import Metrics
 from runtime.tokens import load_tokenizer
 
@@ -31,7 +33,6 @@ TINY = load_tokenizer(DATA / "tiny-k3.1", vocab_size=512)
 NAME = "tiny-k3.1"
 KEY = "a-key-of-this-test"
 USER = {"role": "user", "content": "hi"}
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +47,6 @@ def call(call_id: str) -> dict[str, Any]:
 
 def chat(**fields: Any) -> dict[str, Any]:
     return {"messages": [USER], "max_tokens": 1} | fields
-
-
-def text(**fields: Any) -> dict[str, Any]:
-    return {"prompt": "a", "max_tokens": 1} | fields
 
 
 NESTED: Any = []
@@ -126,8 +123,8 @@ def test_a_body_that_is_not_json_is_refused(served: Served, body: bytes, what: s
 
 
 def test_wrong_paths_and_methods_are_told_in_the_same_form(served: Served) -> None:
-    check_refused(httpx.get(f"{served.url}/v1/nothing"), 404, None, "nothing here")
-    check_refused(httpx.get(f"{served.url}{CHAT}"), 405, None, "GET")
+    check_refused(HTTP.get(f"{served.url}/v1/nothing"), 404, None, "nothing here")
+    check_refused(HTTP.get(f"{served.url}{CHAT}"), 405, None, "GET")
 
 
 def connected(served: Served) -> socket.socket:
@@ -181,15 +178,6 @@ def test_a_page_of_our_own_is_answered(served: Served) -> None:
     assert served.post(COMPLETION, text(), headers={"Origin": served.url}).status_code == 200
 
 
-def cut_off(served: Served, n_lines: int, **more: Any) -> None:
-    """Ask for a long stream and go after some lines."""
-    body = text(max_tokens=1500, stream=True, **more)
-    with httpx.stream("POST", served.url + COMPLETION, json=body, timeout=30) as answer:
-        lines = answer.iter_lines()
-        for _ in range(n_lines):
-            next(lines)
-
-
 def test_a_client_that_goes_stops_the_work(served: Served) -> None:
     before = served.metrics()
     cancelled = 'ktier_requests_total{outcome="cancelled"}'
@@ -204,57 +192,20 @@ def test_a_client_that_goes_stops_the_work(served: Served) -> None:
 
 
 def test_a_waiting_stream_says_its_place_and_a_waiting_client_that_goes_leaves_the_queue(served: Served) -> None:
-    with httpx.stream("POST", served.url + COMPLETION, json=text(max_tokens=1500, stream=True), timeout=30) as first:
+    with HTTP.stream("POST", served.url + COMPLETION, json=text(max_tokens=1500, stream=True)) as first:
         # An iterator that is dropped would close its stream.
         lines = first.iter_lines()
         next(lines)
-        with httpx.stream("POST", served.url + COMPLETION, json=text(stream=True), timeout=30) as second:
+        with HTTP.stream("POST", served.url + COMPLETION, json=text(stream=True)) as second:
             its_lines = second.iter_lines()
             assert next(its_lines) == ": queue position 1"
-            assert httpx.get(f"{served.url}/health").json()["waiting"] == 1
-        eventually(lambda: httpx.get(f"{served.url}/health").json()["waiting"] == 0)
-    eventually(lambda: httpx.get(f"{served.url}/health").json()["running"] == 0)
-
-
-def resources(served: Served) -> tuple[int, int, int]:
-    """Threads, descriptors, and resident bytes."""
-    process = Path(f"/proc/{served.process.pid}")
-    pages = int((process / "statm").read_text().split()[1])
-    return len(os.listdir(process / "task")), len(os.listdir(process / "fd")), pages * os.sysconf("SC_PAGE_SIZE")
+            eventually(lambda: HTTP.get(f"{served.url}/health").json()["waiting"] == 1)
+        eventually(lambda: HTTP.get(f"{served.url}/health").json()["waiting"] == 0)
+    eventually(lambda: HTTP.get(f"{served.url}/health").json()["running"] == 0)
 
 
 def test_200_requests_of_which_some_are_cut_off_leave_nothing_behind(served: Served) -> None:
-    asked = text(prompt="the same before and after", max_tokens=6, temperature=0, return_token_ids=True)
-    rng = random.Random(1)
-    plan = [(n, rng.random() < 0.3) for n in range(200)]
-
-    def ask(n: int, is_cut: bool) -> int:
-        if is_cut:
-            # Some go while they wait, some while they are answered.
-            cut_off(served, rng.randrange(1, 4), prompt=f"cut {n}")
-            return 0
-        if n % 5 == 0:
-            return served.post(CHAT, {"messages": [USER], "max_tokens": 2}).status_code
-        return served.post(COMPLETION, text(prompt=f"{n % 7}", max_tokens=1 + n % 2, stream=n % 3 == 0)).status_code
-
-    def storm(some: list[tuple[int, bool]]) -> list[int]:
-        with concurrent.futures.ThreadPoolExecutor(20) as pool:
-            return list(pool.map(lambda each: ask(*each), some))
-
-    first = served.post(COMPLETION, asked).json()["choices"]
-    # Threads for tokenising and memory of allocators come with the first requests.
-    statuses = storm(plan[:50])
-    eventually(lambda: httpx.get(f"{served.url}/health").json()["running"] == 0)
-    before = resources(served)
-    statuses += storm(plan[50:])
-    assert statuses.count(200) == sum(not is_cut for _, is_cut in plan)
-    eventually(lambda: httpx.get(f"{served.url}/health").json()["running"] == 0)
-    eventually(lambda: resources(served)[1] <= before[1])
-    after = resources(served)
-    assert after[0] <= before[0] and after[2] < before[2] + 48 * 2**20
-    assert served.post(COMPLETION, asked).json()["choices"] == first
-    metrics = served.metrics()
-    assert metrics['ktier_queue{state="waiting"}'] == 0 and metrics["ktier_kept_states"] == 4
+    outlast_storms(served, n_before=50, n=150)
 
 
 @pytest.fixture(scope="module")
@@ -263,18 +214,18 @@ def guarded(extractions: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(f"another-one-{KEY}\n\n{KEY}\n")
     with serving(extractions[NAME], "--api-key-file", keys, "--host", "0.0.0.0", "--queue", 0, "--drain", 0.5) as served:
-        yield served._replace(url=served.url.replace("0.0.0.0", "127.0.0.1"))
+        yield replace(served, url=served.url.replace("0.0.0.0", "127.0.0.1"))
 
 
 def test_only_who_knows_a_key_is_answered(guarded: Served) -> None:
     for key in ("wrong-key-altogether", KEY[:-1], KEY + "x"):
         with pytest.raises(openai.AuthenticationError, match="not one of this server's"):
             guarded.openai(key).models.list()
-    check_refused(httpx.get(f"{guarded.url}/metrics"), 401, None, "no API key")
+    check_refused(HTTP.get(f"{guarded.url}/metrics"), 401, None, "no API key")
     check_refused(guarded.post(COMPLETION, text()), 401, None, "Bearer")
-    assert httpx.get(f"{guarded.url}/health").status_code == 200
+    assert HTTP.get(f"{guarded.url}/health").status_code == 200
     # With a key it may be any machine's name.
-    assert httpx.get(f"{guarded.url}/v1/models", headers={"Authorization": f"Bearer {KEY}", "Host": "other.example"}).status_code == 200
+    assert HTTP.get(f"{guarded.url}/v1/models", headers={"Authorization": f"Bearer {KEY}", "Host": "other.example"}).status_code == 200
     assert guarded.openai(KEY).completions.create(model=NAME, prompt="a", max_tokens=1).usage.completion_tokens == 1
 
 
@@ -295,17 +246,37 @@ def test_a_request_past_the_queue_is_told_to_come_again_and_at_the_end_all_are_t
 
 def test_what_runs_and_waits_is_finished_before_the_end(extractions: dict[str, Path]) -> None:
     with serving(extractions[NAME], "--drain", 60) as served, concurrent.futures.ThreadPoolExecutor(2) as pool:
-        with httpx.stream("POST", served.url + COMPLETION, json=text(max_tokens=40, stream=True), timeout=30) as first:
+        with HTTP.stream("POST", served.url + COMPLETION, json=text(max_tokens=40, stream=True)) as first:
             lines = first.iter_lines()
             next(lines)
             second = pool.submit(served.post, COMPLETION, text(max_tokens=3))
-            eventually(lambda: httpx.get(f"{served.url}/health").json()["waiting"] == 1)
+            eventually(lambda: HTTP.get(f"{served.url}/health").json()["waiting"] == 1)
             served.process.terminate()
             assert "data: [DONE]" in list(lines)
         assert second.result().json()["usage"]["completion_tokens"] == 3
         assert served.ended() == 0
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{served.url}/health")
+            HTTP.get(f"{served.url}/health")
+
+
+# A drive of 2 MB/s, and a word from us every 20 ms.
+SLOW = """
+from functools import partial
+import runtime.cli.serve, runtime.engine
+runtime.engine.Store = partial(runtime.engine.Store, limits=[2e6])
+runtime.cli.serve.ServerOptions = partial(runtime.cli.serve.ServerOptions, heartbeat_s=0.02)
+runtime.cli.main()
+"""
+
+
+def test_a_stream_tells_of_its_prompt_pass_while_a_slow_drive_is_read(extractions: dict[str, Path]) -> None:
+    # Proxies and clients give up on what is silent for long.
+    assert HEARTBEAT_S <= 5
+    with serving(extractions[NAME], program=(sys.executable, "-c", SLOW)) as served:
+        lines = served.post(COMPLETION, text(prompt="a prompt that needs many experts", stream=True)).text.splitlines()
+    told = lines[: next(n for n, line in enumerate(lines) if line.startswith("data: "))]
+    shares = [int(found[1]) for line in told if (found := re.fullmatch(r": prompt pass (\d+) % of \d+ tokens", line))]
+    assert len(shares) > 5 and shares == sorted(shares) and 0 < shares[len(shares) // 2] < 100
 
 
 FAULTY = """
@@ -328,7 +299,7 @@ def test_a_fault_of_the_device_is_told_and_ends_the_process(extractions: dict[st
     with serving(extractions[NAME], program=(sys.executable, "-c", FAULTY)) as served:
         answer = served.post(COMPLETION, text(max_tokens=9))
         check_refused(answer, 500, None, "log says more")
-        health = httpx.get(f"{served.url}/health")
+        health = HTTP.get(f"{served.url}/health")
         assert health.status_code == 503 and health.json()["status"] == "failed"
         check_refused(served.post(COMPLETION, text()), 503, None, "has failed")
         assert served.ended() == 6
@@ -338,14 +309,14 @@ def test_a_fault_of_the_device_is_told_and_ends_the_process(extractions: dict[st
 
 def test_a_lost_drive_is_told_while_answers_go_on_from_copies(prepared_copy: Path, tmp_path: Path) -> None:
     add_copies(prepared_copy, tmp_path / "copies")
-    with serving(prepared_copy, "--vram-cache", "1slots", "--host-pool", "4slots", "--keep-states", 0) as served:
+    with serving_inside(prepared_copy, vram_cache="1slots", host_pool="4slots") as served:
         asked = text(max_tokens=12, temperature=0, return_token_ids=True)
         before = served.post(COMPLETION, asked).json()["choices"]
-        assert httpx.get(f"{served.url}/health").json()["status"] == "ok"
+        assert HTTP.get(f"{served.url}/health").json()["status"] == "ok"
         for path in (prepared_copy / "experts").glob("L*.bin"):
             path.write_bytes(b"")
         assert served.post(COMPLETION, asked).json()["choices"] == before
-        health = httpx.get(f"{served.url}/health")
+        health = HTTP.get(f"{served.url}/health")
         drives = [(drive["tier"], drive["state"]) for drive in health.json()["drives"]]
         assert health.status_code == 200 and health.json()["status"] == "degraded" and drives == [("A", "failing"), ("C", "ok")]
         metrics = served.metrics()
@@ -353,13 +324,13 @@ def test_a_lost_drive_is_told_while_answers_go_on_from_copies(prepared_copy: Pat
         # Without any copy a request fails, and says no more than it may.
         shutil.rmtree(tmp_path / "copies")
         check_refused(served.post(COMPLETION, asked), 500, None, "could not be read")
-        assert httpx.get(f"{served.url}/health").status_code == 200
+        assert HTTP.get(f"{served.url}/health").status_code == 200
 
 
 def test_a_port_that_is_taken_is_told_at_once(extractions: dict[str, Path]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        outcome = command("krun", "serve", "-m", extractions[NAME], "--port", taken.getsockname()[1])
-    assert outcome.code == 2 and "give another port" in outcome.err and "Traceback" not in outcome.err, outcome
+        outcome = krun("serve", "-m", extractions[NAME], "--port", taken.getsockname()[1])
+    assert outcome.code == 2 and "give another port" in outcome.err, outcome
 
 
 def test_others_are_served_with_keys_alone(extractions: dict[str, Path], tmp_path: Path) -> None:

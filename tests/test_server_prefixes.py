@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.engine import Options, Step
-from runtime.prefixes import Kept, KeptStates, ServingEngine, kept_bytes, n_saying_the_same, on_host
+from runtime.kernels.rows import Arithmetic
+from runtime.prefixes import KeptStates, ServingEngine, kept_bytes, n_saying_the_same, on_host
 from runtime.sampler import Sampler
+from runtime.saved_state import SavedState
 from runtime.server_queue import Cancelled
 from runtime.state import KdaState, MlaState, State
 from runtime.tokens import load_tokenizer
@@ -19,6 +21,10 @@ from runtime.tokens import load_tokenizer
 TINY = load_tokenizer(DATA / "tiny-k3.1", vocab_size=512)
 NOTHING = torch.zeros(1)
 PROMPT = TINY.encode("some text to begin with, and a little more")
+
+
+def saved(ids: list[int]) -> SavedState:
+    return SavedState(tuple(ids), State(len(ids), ()), NOTHING, Arithmetic.PROMPT, "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -78,24 +84,25 @@ def test_going_on_with_prompt_arithmetic_is_near_a_fresh_start(engines: dict[str
 def test_what_is_kept_is_bounded_and_the_oldest_goes_first() -> None:
     kept = KeptStates(2)
     for ids in ([1], [2], [3]):
-        kept.keep(Kept(ids, State(1, ()), NOTHING))
+        kept.keep(saved(ids))
     assert len(kept) == 2 and kept.find([1, 9]) is None
     # Found: now 3 is the one that was used longest ago.
     assert kept.find([2, 9]) is not None
-    kept.keep(Kept([4], State(1, ()), NOTHING))
+    kept.keep(saved([4]))
     assert kept.find([3]) is None and kept.find([2]) is not None
 
 
 def test_the_longest_beginning_is_found() -> None:
     kept = KeptStates(9)
     for ids in ([5], [5, 6, 7], [5, 6], [5, 6, 8]):
-        kept.keep(Kept(ids, State(len(ids), ()), NOTHING))
+        kept.keep(saved(ids))
     found = [kept.find(ids) for ids in ([5, 6, 7, 1], [5, 6], [5, 1], [6])]
-    assert [None if entry is None else entry.ids for entry in found] == [[5, 6, 7], [5, 6], [5], None]
+    assert [None if entry is None else entry.ids for entry in found] == [(5, 6, 7), (5, 6), (5,), None]
 
 
-def test_a_prompt_pass_ends_before_the_layer_in_which_nobody_waits_any_more(engines: dict[str, ServingEngine]) -> None:
-    engine, n_looks = engines["kept"], 0
+@pytest.mark.parametrize("kind", ["kept", "exact"])
+def test_a_prompt_pass_ends_with_the_layer_in_which_nobody_waits_any_more(engines: dict[str, ServingEngine], kind: str) -> None:
+    engine, n_looks = engines[kind], 0
 
     def check() -> None:
         nonlocal n_looks
@@ -152,8 +159,16 @@ def test_a_reply_that_comes_back_in_other_tokens_is_recognised(reply: str, more:
     prompt = [*TINY.encode("q"), MARKER]
     told = prompt + TINY.encode(reply) + [MARKER] + TINY.encode(more)
     kept = KeptStates(2)
-    kept.keep(Kept(prompt + spelled(reply), State(0, ()), NOTHING))
+    kept.keep(saved(prompt + spelled(reply)))
     assert kept.retold(told, TINY) == prompt + spelled(reply) + [MARKER] + TINY.encode(more)
+
+
+def test_a_reply_that_was_cut_within_its_text_is_recognised_by_its_last_token_too() -> None:
+    prompt, reply = [*TINY.encode("q"), MARKER], spelled("cut her")
+    kept = KeptStates(2)
+    kept.keep(saved(prompt + reply[:-1]), told=prompt + reply)
+    told = [*prompt, *TINY.encode("cut her"), MARKER, *TINY.encode("go on")]
+    assert kept.retold(told, TINY) == [*prompt, *reply, MARKER, *TINY.encode("go on")]
 
 
 def test_text_that_spells_a_marker_is_not_that_marker() -> None:

@@ -17,7 +17,7 @@ from runtime.server_metrics import Metrics
 from runtime.server_queue import Cancelled, Job
 from runtime.server_reply import ChatAnswer, CompletionAnswer, StopText, logprob_of
 from runtime.server_schema import Sampling
-from runtime.server_work import Done, Piece, Task, Worker
+from runtime.server_work import Done, Piece, Task, Worker, as_kept
 from runtime.tokens import load_tokenizer
 
 TINY = load_tokenizer(DATA / "tiny-k3.1", vocab_size=512)
@@ -173,3 +173,15 @@ def test_generation_ends_with_the_step_after_which_nobody_waits(extractions: dic
         # The third token was not computed: the decoder has the prompt and two.
         assert engine.decoder.state.n_tokens == len(task.ids) + 2 and engine.decode_counts.n_layers == 2 * len(engine.geometry.moe_layers)
         assert not any(isinstance(piece, Done) for piece in pieces)
+
+
+def test_a_conversation_that_was_chosen_in_more_tokens_goes_on_from_them_if_the_answer_still_fits(extractions: dict[str, Path]) -> None:
+    with ServingEngine(extractions["tiny-k3.1"], Options(device="cpu", context=64), n_kept=1, on_remark=print) as engine:
+        marker = TINY.special_id("<|sep|>")
+        spelled = [TINY.encode(character)[0] for character in "a text of single letters"] + [marker]
+        engine.prompt(spelled)
+        told = [*TINY.encode("a text of single letters"), marker, *TINY.encode("more")]
+        longer = [*spelled, *TINY.encode("more")]
+        n_left = 64 - len(longer)
+        assert len(longer) > len(told)
+        assert as_kept(engine, told, TINY, n_least=n_left) == longer and as_kept(engine, told, TINY, n_least=n_left + 1) == told

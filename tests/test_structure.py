@@ -23,7 +23,13 @@ def test_the_wheel_exposes_exactly_the_four_packages(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"manifests", "layout", "prep", "runtime"}
-    assert {"manifests/geometries/k3.1.yaml", "manifests/example.yaml", "runtime/kernels/kda.py"} <= set(names)
+    assert {
+        "manifests/geometries/k3.1.yaml",
+        "manifests/example.yaml",
+        "runtime/kernels/kda.py",
+        "runtime/pages/status.html",
+        "layout/read_pool.c",
+    } <= set(names)
     sources = {str(p.relative_to(ROOT)) for package in ("manifests", "layout", "prep", "runtime") for p in (ROOT / package).rglob("*.py")}
     assert sources <= set(names)
 

@@ -8,6 +8,7 @@ import typer
 from layout.terminal import run_command
 from manifests.errors import DeviceError
 from runtime.cli.bench import bench_command
+from runtime.cli.chat import chat_command
 from runtime.cli.doctor import doctor_command
 from runtime.cli.faults import with_faults_told
 from runtime.cli.generate import generate_command
@@ -19,6 +20,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 app.command("doctor")(doctor_command)
 app.command("generate")(with_faults_told(generate_command))
 app.command("score")(with_faults_told(score_command))
+app.command("chat")(with_faults_told(chat_command))
 app.command("serve")(with_faults_told(serve_command))
 app.command("bench")(with_faults_told(bench_command))
 app.command("uploads", hidden=True)(uploads_command)

@@ -48,7 +48,7 @@ def serve_command(
     device: DeviceOption = None,
     vram_cache: Annotated[str, VRAM_OPTION] = AUTO,
     host_pool: Annotated[str, HOST_OPTION] = AUTO,
-    chunk: Annotated[int, typer.Option(min=1, help="Tokens per piece of the prompt pass.")] = DEFAULT_CHUNK,
+    chunk: Annotated[int, typer.Option("--prefill-chunk", "--chunk", min=1, help="The most tokens the prompt pass takes at a time.")] = DEFAULT_CHUNK,
     exact_prefill: Annotated[bool, typer.Option("--exact-prefill", help="Use the decode arithmetic in the prompt pass too.")] = False,
     verify_reads: Annotated[int, VERIFY_OPTION] = VERIFY_EVERY,
     prefetch: Annotated[int, PREFETCH_OPTION] = 0,
@@ -76,8 +76,12 @@ def serve_command(
             f"--keep-states {keep_states}: up to {each} of host memory each; --queue {queue}; --drain {drain:g} s; --read-timeout {read_timeout:g} s"
         )
         note(f"{len(keys)} API keys" if keys else "no API key; this machine alone is answered")
+        # From the line below on, who connects is answered.
+        listener.listen()
         address = listener.getsockname()
-        note(f"model {name!r} on http://{f'[{host}]' if ':' in host else host}:{address[1]}/v1")
+        url = f"http://{f'[{host}]' if ':' in host else host}:{address[1]}"
+        note(f"state and chat in a browser: {url}/")
+        note(f"model {name!r} on {url}/v1")
         server.run(listener)
         if server.fault is not None:
             raise server.fault
