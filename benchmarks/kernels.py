@@ -89,8 +89,8 @@ def measure(device: torch.device, variant: Variant | None) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> list[str]:
     lines = [f"{result['device']}, torch {result['torch']}, kernels {result['kernels']}; copy {result['copy_bytes_per_s'][0] / 1e9:,.0f} GB/s"]
-    for name, is_right, seconds in result["self_test"]:
-        lines.append(f"  {name}: {'right' if is_right else 'WRONG'} ({seconds:.3f} s)")
+    for name, is_right, seconds, error, *_ in result["self_test"]:
+        lines.append(f"  {name}: {'right' if is_right else 'WRONG'}, off by {error:.1e} ({seconds:.3f} s)")
     for row in result["products"]:
         lines.append(
             f"  {row['name']:28} {row['rows']:2} rows {row['us']:9.2f} us  {row['share_of_copy']:.3f} of the copy  {row['host_us']:5.1f} us of host"

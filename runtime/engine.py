@@ -24,6 +24,7 @@ from runtime.decode import Decoder
 from runtime.experts import CheckpointRecords, StreamedExperts
 from runtime.flat_out import Source, flat_out_bytes_per_s
 from runtime.heat import LoggedExperts, RoutingLog
+from runtime.kernels.prompt_q8_0 import why_no_prompt_products
 from runtime.kernels.rows import TILE_ROWS, Arithmetic, forbid_tf32
 from runtime.memory import AUTO
 from runtime.model import Experts, Model, PlainDecoder
@@ -202,7 +203,7 @@ class Engine:
             self.decoder.capture(1)
         self.on_progress: Callable[[PromptProgress], None] | None = None
         self._n_layers_done = self._n_layers_due = 0
-        self.prompt_pass = self._new_prompt_pass(routing_log)
+        self.prompt_pass = self._new_prompt_pass(routing_log, on_remark)
         self.chunk = options.chunk if self.prompt_pass is None else self._fitting_chunk()
 
     def _new_decoder(self, routing_log: RoutingLog | None) -> Decoder | PlainDecoder:
@@ -214,9 +215,12 @@ class Engine:
             decoder.on_layer = routing_log.add_layer
         return decoder
 
-    def _new_prompt_pass(self, routing_log: RoutingLog | None) -> PromptPass | None:
+    def _new_prompt_pass(self, routing_log: RoutingLog | None, on_remark: Callable[[str], None]) -> PromptPass | None:
         """Return what runs prompts on a GPU; elsewhere, and with an indexer, the plain model does."""
         if self.device.type != "cuda" or isinstance(self.decoder, PlainDecoder):
+            return None
+        if (reason := why_no_prompt_products(self.device)) is not None:
+            on_remark(f"prompts run in plain torch, slowly: {reason}")
             return None
         runner = PromptPass(self.geometry, self.weights, self.prepared.record, self.store, self.decoder.state)
         runner.on_layer = self._before_layer

@@ -19,6 +19,7 @@ import torch
 from runtime.arena import Arena, CudaRegistrar
 from runtime.document import driver_version
 from runtime.kernels import cuda_library, launch, products_check
+from runtime.kernels.products_check import KernelTest
 
 N_STREAMS = (1, 2, 4, 8)
 BLOCK_BYTES = 256 << 20
@@ -112,14 +113,6 @@ class KernelFacts(NamedTuple):
     has_triton: bool
     why_not_compiled: str | None
     library: Path | None
-
-
-class KernelTest(NamedTuple):
-    """One kernel against its plain form on the actual device."""
-
-    name: str
-    is_right: bool
-    seconds: float
 
 
 def read_cuda_facts() -> CudaFacts:
@@ -260,4 +253,4 @@ def read_kernel_facts(device: torch.device) -> KernelFacts:
 
 def run_kernel_tests(device: torch.device) -> list[KernelTest]:
     """Run every kernel's self-test on a device."""
-    return [KernelTest(*test) for test in products_check.self_test(device)]
+    return products_check.self_test(device)

@@ -15,9 +15,10 @@ from layout.sizes import format_size
 from manifests.errors import DeviceError, UsageError
 from manifests.geometry import Geometry
 from runtime.doctor import kernel_set_finding, kernel_test_finding, memory_finding
-from runtime.gpu_facts import GpuFacts, KernelFacts, KernelTest, read_gpu_facts, read_kernel_facts, run_kernel_tests
+from runtime.gpu_facts import GpuFacts, KernelFacts, read_gpu_facts, read_kernel_facts, run_kernel_tests
 from runtime.kernels import expert
 from runtime.kernels.cuda_library import tell_fall_back
+from runtime.kernels.products_check import KernelTest
 from runtime.memory import GPU_RESERVE_BYTES, Budget, available_device_bytes, budget_of, host_reserve_bytes
 
 
@@ -137,6 +138,9 @@ def checked_kernels(device: torch.device, on_remark: Callable[[str], None], reco
         facts = read_kernel_facts(numbered)
         if record is not None and facts.why_not_compiled is None and (reason := expert.why_not_compiled(record)) is not None:
             tell_fall_back(expert.WHAT, reason)
+    for test in tests:
+        if not test.is_right and test.is_usable:
+            on_remark(f"kernel self-test: {test}")
     return kernels_text(facts, tests)
 
 

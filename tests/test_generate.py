@@ -335,7 +335,7 @@ def test_a_kernel_that_is_wrong_ends_the_run_by_name() -> None:
     text = kernels_text(facts, right)
     assert text.startswith("Triton; the CUDA C++ kernels do not run: nvcc is not on the PATH; self-test: Q8_0 product right")
     with pytest.raises(DeviceError, match=r"kernel self-test: .*bfloat16 product WRONG.*do not run on this GPU"):
-        kernels_text(facts, [right[0], right[1]._replace(is_right=False)])
+        kernels_text(facts, [right[0], KernelTest("bfloat16 product", False, 0.1)])
     assert checked_kernels(torch.device("cpu"), pytest.fail) == "plain torch, float32: the CPU's only one"
 
 

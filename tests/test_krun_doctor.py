@@ -272,7 +272,7 @@ def test_one_wrong_kernel_is_bad() -> None:
 
 
 def test_a_wrong_kernel_and_one_that_does_not_end_keep_a_run_from_working(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.kernels.products_check.self_test", lambda device: [("Q8_0 product", False, 0.1)])
+    monkeypatch.setattr("runtime.kernels.products_check.self_test", lambda device: [KernelTest("Q8_0 product", False, 0.1)])
     result = examine(None, "cpu")
     assert result.error is not None and result.error.exit_code == 6 and "kernel test" in str(result.error)
 

@@ -3,6 +3,7 @@
 On a CPU this sees the plain forms; `test_kernels_under_the_interpreter` runs the file once more with Triton's kernels, and a GPU runs them as they are.
 """
 
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +16,13 @@ from interpreted import accept_numpy_2_4, run_interpreted
 
 from layout.record import RecordLayout
 from manifests.errors import DeviceError
-from runtime.kernels import bf16, cuda_library, expert, groups, kda, mla, norms, products_check, q8_0, residual, router, situ
+from runtime.doctor import kernel_test_finding
+from runtime.kernels import bf16, cuda_library, expert, groups, kda, mla, norms, products_check, prompt_q8_0, q8_0, residual, router, situ
 from runtime.kernels.cuda_library import VARIANTS, choose_variant, fall_back, fallen_back, find_library, reject, why_not
 from runtime.kernels.expert import MOST_COLUMNS, why_not_compiled
 from runtime.kernels.launch import HAS_TRITON, IS_INTERPRETED
-from runtime.kernels.products_check import CHECKS, self_test
+from runtime.kernels.products_check import CHECKS, KernelTest, self_test
+from runtime.kernels.prompt_q8_0 import why_no_prompt_products
 from runtime.kernels.steps_check import STEP_CHECKS, Check, exact
 from runtime.start import checked_kernels
 
@@ -80,8 +83,8 @@ def test_kernels_under_the_interpreter() -> None:
 @only_cpu
 def test_every_check_passes_with_the_plain_forms() -> None:
     results = self_test(CPU)
-    assert [name for name, is_right, _ in results if not is_right] == []
-    assert [name for name, *_ in results] == [check.name for check in CHECKS] and len({name for name, *_ in results}) == len(results)
+    assert [result for result in results if not result.is_right] == []
+    assert [result.name for result in results] == [check.name for check in CHECKS] and len({result.name for result in results}) == len(results)
 
 
 @only_cpu
@@ -105,8 +108,38 @@ def test_a_kernel_that_the_gpu_refuses_is_wrong() -> None:
     def refuse(*_: Any) -> Any:
         raise DeviceError("the GPU refused a product")
 
-    name, is_right, _ = products_check._result(CHECKS[0]._replace(run=refuse), CPU)
-    assert (name, is_right) == (CHECKS[0].name, False)
+    result = products_check._result(CHECKS[0]._replace(run=refuse), CPU)
+    assert (result.name, result.is_right, result.is_usable, result.why) == (CHECKS[0].name, False, False, "DeviceError: the GPU refused a product")
+
+
+@only_cpu
+def test_a_step_that_is_a_little_off_is_said_and_a_broken_one_ends_the_run() -> None:
+    (check,) = (check for check in CHECKS if check.name == "SiTU")
+
+    def off(by: float) -> KernelTest:
+        return products_check._result(check._replace(run=lambda x: tuple(y * (1 + by) for y in check.run(x))), CPU)
+
+    assert off(0.0).is_right
+    a_little, broken = off(1e-4), off(1e-2)
+    assert not a_little.is_right and a_little.is_usable and re.fullmatch(r"SiTU imprecise \(off by .*e-04\)", str(a_little))
+    assert kernel_test_finding([off(0.0), a_little], "here").level == "note"
+    assert not broken.is_usable and re.fullmatch(r"SiTU WRONG \(off by .*e-0[12]\)", str(broken))
+    assert kernel_test_finding([a_little, broken], "here").level == "bad"
+
+
+@only_cpu
+@pytest.mark.usefixtures("_forgets")
+def test_prompts_do_without_a_product_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise ValueError("no such type\nand more")
+
+    checks = tuple(check._replace(run=fail) if check.is_prompt else check for check in CHECKS)
+    monkeypatch.setattr(products_check, "CHECKS", checks)
+    monkeypatch.setattr(prompt_q8_0, "_rejected", {})
+    assert why_no_prompt_products(CPU) is None
+    (result,) = (result for result in self_test(CPU) if not result.is_right)
+    assert result.is_usable and kernel_test_finding([result], "here").level == "note"
+    assert why_no_prompt_products(CPU) == "ValueError: no such type"
 
 
 @only_interpreted
@@ -184,7 +217,7 @@ def test_every_generation_has_its_variant(capability: tuple[int, int], shared_kb
 @pytest.mark.gpu
 @needs_gpu
 def test_every_check_passes_on_this_gpu() -> None:
-    assert [name for name, is_right, _ in self_test(torch.device("cuda", 0)) if not is_right] == []
+    assert [result for result in self_test(torch.device("cuda", 0)) if not result.is_right] == []
 
 
 @pytest.mark.gpu

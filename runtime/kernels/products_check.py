@@ -3,24 +3,25 @@
 `CHECKS` is the table of all of them: the weight products here, the rest in steps_check.py.
 """
 
+import math
 import time
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from layout.q8_0 import BLOCK_BYTES, BLOCK_SIZE
 from layout.record import RecordLayout
-from manifests.errors import DeviceError
 from runtime.kernels.bf16 import bf16_product
 from runtime.kernels.cuda_library import find_library, reject
 from runtime.kernels.expert import expert_forward, run_experts
 from runtime.kernels.launch import IS_INTERPRETED
-from runtime.kernels.prompt_q8_0 import q8_0_product_of_many
+from runtime.kernels.prompt_q8_0 import q8_0_product_of_many, reject_prompt_products
 from runtime.kernels.q8_0 import Q8Matrix, pack_q8_0, q8_0_product
 from runtime.kernels.rows import TILE_ROWS
-from runtime.kernels.steps_check import STEP_CHECKS, TOLERANCE, Check, randn
+from runtime.kernels.steps_check import IMPRECISE, STEP_CHECKS, TOLERANCE, Check, randn
 
-__all__ = ["CHECKS", "TOLERANCE", "random_q8_0", "random_record", "self_test"]
+__all__ = ["CHECKS", "TOLERANCE", "KernelTest", "random_q8_0", "random_record", "self_test"]
 
 _LAYOUT = RecordLayout(160, 224)
 _BETA, _LINEAR_BETA = 4.0, 25.0
@@ -28,14 +29,39 @@ _BETA, _LINEAR_BETA = 4.0, 25.0
 _ROWS_OF_GROUPS = (1, 4, 5, 8, 9, TILE_ROWS)
 
 
-def self_test(device: torch.device) -> list[tuple[str, bool, float]]:
-    """Return (kernel, whether it agrees with its plain form, seconds) of every kernel of decode.
+class KernelTest(NamedTuple):
+    """One kernel against its plain form on the actual device: the seconds it took, and how far it is off; `why` says what it raised.
 
-    If a product in CUDA C++ is wrong here, that is said, Triton's are used on this device from now on, and the products are tested again.
+    is_usable  whether it is right or no more than imprecise, or something else can do what it does
+    """
+
+    name: str
+    is_right: bool
+    seconds: float
+    error: float = math.inf
+    why: str = ""
+    is_usable: bool = False
+
+    def __str__(self) -> str:
+        if self.is_right:
+            return f"{self.name} right"
+        is_finite = math.isfinite(self.error)
+        how = self.why or (f"off by {self.error:.1e}" if is_finite else "")
+        return f"{self.name} {'imprecise' if self.is_usable and is_finite else 'WRONG'}{f' ({how})' if how else ''}"
+
+
+def self_test(device: torch.device) -> list[KernelTest]:
+    """Return how every kernel does beside its plain form.
+
+    If a product in CUDA C++ is wrong here, that is said, Triton's are used on this device from now on, and the products are tested again. If the
+    prompt's product is wrong, plain torch runs prompts on this device from now on.
     """
     has_library = device.type == "cuda" and not IS_INTERPRETED and find_library(device) is not None
     results = [_result(check, device) for check in CHECKS]
-    wrong = [name for check, (name, is_right, _) in zip(CHECKS, results, strict=True) if check.is_product and not is_right]
+    for check, result in zip(CHECKS, results, strict=True):
+        if check.is_prompt and (math.isinf(result.error) or result.error > IMPRECISE):
+            reject_prompt_products(device, result.why or f"their product is off by {result.error:.1e} on it")
+    wrong = [check.name for check, result in zip(CHECKS, results, strict=True) if check.is_product and not result.is_right]
     if not (has_library and wrong):
         return results
     reject(device, f"they gave wrong results on it: {', '.join(wrong)}")
@@ -44,14 +70,16 @@ def self_test(device: torch.device) -> list[tuple[str, bool, float]]:
     return [_result(check, device) if check.is_product else result for check, result in zip(CHECKS, results, strict=True)]
 
 
-def _result(check: Check, device: torch.device) -> tuple[str, bool, float]:
-    start = time.perf_counter()
+def _result(check: Check, device: torch.device) -> KernelTest:
+    start, error, why = time.perf_counter(), math.inf, ""
     try:
-        is_right = check.agrees(device)
-    except DeviceError:
-        # The GPU refused the launch; nothing was computed.
-        is_right = False
-    return check.name, is_right, time.perf_counter() - start
+        error = check.error(device)
+    except Exception as caught:
+        # It could not be compiled, or the GPU refused the launch; nothing was computed.
+        why = f"{type(caught).__name__}: {str(caught).strip().splitlines()[0] if str(caught).strip() else 'no more is known'}"
+    is_right = error <= check.tolerance
+    is_usable = is_right or check.is_prompt or (not check.is_product and check.tolerance > 0.0 and error <= IMPRECISE)
+    return KernelTest(check.name, is_right, time.perf_counter() - start, error, why, is_usable)
 
 
 def _q8_0_inputs(source: torch.Generator) -> tuple[Tensor, Q8Matrix]:
@@ -140,6 +168,6 @@ CHECKS = (
     Check("Q8_0 product", _q8_0_inputs, _run_q8_0, _expect_q8_0, is_product=True),
     Check("bfloat16 product", _bf16_inputs, _run_bf16, _expect_bf16, is_product=True),
     Check("grouped MXFP4 experts", _expert_inputs, _run_experts, _expect_experts, is_product=True),
-    Check("Q8_0 product of many rows", _prompt_inputs, _run_prompt, _expect_prompt),
+    Check("Q8_0 product of many rows", _prompt_inputs, _run_prompt, _expect_prompt, is_prompt=True),
     *STEP_CHECKS,
 )

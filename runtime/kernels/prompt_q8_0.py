@@ -28,6 +28,20 @@ _N_PARTS = 3
 _LARGEST_EXPONENT = 14
 _COLUMNS_AT_ONCE = 128
 
+# Why prompts are not to be run with this product on a device.
+_rejected: dict[torch.device, str] = {}
+
+
+def reject_prompt_products(device: torch.device, reason: str) -> None:
+    """Have plain torch run prompts on a device from now on."""
+    _rejected[device] = reason
+
+
+def why_no_prompt_products(device: torch.device) -> str | None:
+    """Return why this product is not to be used on a device, or None; a device without a number is the current one."""
+    numbered = torch.device(device.type, torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+    return _rejected.get(numbered)
+
 
 def q8_0_product_of_many(x: Tensor, w: Q8Matrix, *, scratch_bytes: int = SCRATCH_BYTES) -> Tensor:
     """Return x @ w^T.
