@@ -51,7 +51,18 @@ class Bench:
         facts = {**run.facts(), "whole_s": time.perf_counter() - began}
         facts["step_s"] = [round(s, 5) for s in facts["step_s"]]
         self.found[name] = facts
-        shown = ("mean_step_s", "tok_per_s", "device_hit_share", "host_hit_share", "wait_drives_s", "wait_device_s", "host_ms_per_layer", "digest")
+        shown = (
+            "mean_step_s",
+            "tok_per_s",
+            "device_hit_share",
+            "host_hit_share",
+            "wait_drives_s",
+            "wait_device_s",
+            "host_ms_per_layer",
+            "ms_to_first_read",
+            "ms_after_last_read",
+            "digest",
+        )
         print(name, {key: round(value, 4) if isinstance(value := facts[key], float) else value for key in shown}, flush=True)
         return run
 

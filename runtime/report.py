@@ -121,6 +121,8 @@ def phase_facts(counts: ExpertCounts) -> dict[str, Any]:
         "n_waits": counts.n_waits,
         "upload_wait_s": counts.upload_wait_s,
         "store_host_s": counts.host_s,
+        "ms_to_first_read": 1e3 * counts.to_first_read_s / max(1, counts.n_reading_layers),
+        "ms_after_last_read": 1e3 * counts.after_last_read_s / max(1, counts.n_reading_layers),
         "n_prefetch_issued": counts.n_prefetch_issued,
         "n_prefetch_used": counts.n_prefetch_used,
         "n_prefetch_cancelled": counts.n_prefetch_cancelled,

@@ -104,6 +104,8 @@ class Run:
             "wait_uploads_s": counts.upload_wait_s,
             "wait_device_s": self.wait_device_s,
             "store_host_s": counts.host_s,
+            "ms_to_first_read": 1e3 * counts.to_first_read_s / max(1, counts.n_reading_layers),
+            "ms_after_last_read": 1e3 * counts.after_last_read_s / max(1, counts.n_reading_layers),
             "prefetches": [counts.n_prefetch_issued, counts.n_prefetch_used, counts.n_prefetch_cancelled],
             "host_ms_per_layer": 1e3 * host_s / max(1, counts.n_layers),
             "digest": self.digest,

@@ -46,6 +46,8 @@ class ExpertCounts:
     wait_s      time in which nothing could be done but wait for a drive, in n_waits pieces
     upload_wait_s  time in which nothing could be done but wait for an upload to free its host slot
     host_s      time in the store's own code, waits left out
+    to_first_read_s, after_last_read_s  of n_reading_layers: time from a layer's choice to its first read, and from its last read's end to its last
+                expert handed out; the drives idle meanwhile
     *_by_layer  the same counts as above, by layer
     """
 
@@ -60,6 +62,9 @@ class ExpertCounts:
     n_waits: int = 0
     upload_wait_s: float = 0.0
     host_s: float = 0.0
+    to_first_read_s: float = 0.0
+    after_last_read_s: float = 0.0
+    n_reading_layers: int = 0
     n_layers: int = 0
     n_prefetch_issued: int = 0
     n_prefetch_used: int = 0

@@ -39,6 +39,8 @@ _RAM_READ_BYTES_PER_S = 2.5e9
 _N_SPARE = 2
 # Experts that are handed out together, except for a layer's last: each group costs the host about a tenth of a millisecond.
 _LEAST_GROUP = 4
+# Records whose reads begin before the rest of a layer is looked at.
+_N_FIRST = 3
 _TICK_S = 0.1
 _ALARM_S = 10.0
 
@@ -100,6 +102,7 @@ class _Layer:
     hits     on the device since before
     ready    on the device by now, or on their way to it
     passing  used by too few rows to stay
+    began, first_read  when it began, and when its first read was handed to the reader, 0 before that
     """
 
     number: int
@@ -109,6 +112,8 @@ class _Layer:
     hits: list[tuple[ExpertKey, int]] = field(default_factory=list)
     ready: list[tuple[ExpertKey, int]] = field(default_factory=list)
     last_by_drive: dict[int, float] = field(default_factory=dict)
+    began: float = 0.0
+    first_read: float = 0.0
     waited_s: float = 0.0
     n_alarms: int = 0
 
@@ -254,7 +259,7 @@ class Store:
         """
         assert self._layer is None, "one layer at a time"
         began, idle_before = time.perf_counter(), self.counts.idle_s
-        state = self._layer = _Layer(layer, frozenset(ExpertKey(layer, expert) for expert in passing))
+        state = self._layer = _Layer(layer, frozenset(ExpertKey(layer, expert) for expert in passing), began=began)
         try:
             self._begin_layer(state, [ExpertKey(layer, expert) for expert in experts])
             while state.wanted:
@@ -325,6 +330,9 @@ class Store:
         # Where all of them find a host slot, the scheduler orders them.
         is_scarce = 2 * len(absent) > self._host.n_slots
         state.queue.extend(_interleaved([(key, self._sources(key)) for key in absent]) if is_scarce else absent)
+        # The drives are set to work before the rest is looked at.
+        self._give_rooms(state, at_most=_N_FIRST)
+        self._start(time.perf_counter())
         self._pump(state)
         # Below here the drives are at work already.
         if not is_prompt:
@@ -336,9 +344,7 @@ class Store:
     def _pump(self, state: _Layer) -> None:
         """Do all that can be done without waiting. Reads start first, uploads follow: the drives should never be idle."""
         self._drain()
-        is_prompt = self.phase is Phase.PROMPT
-        while state.queue and self._give_room(state.queue[0], is_prompt):
-            state.queue.popleft()
+        self._give_rooms(state)
         self._start(time.perf_counter())
         while self._whole_in_host and self._upload_whole(*self._whole_in_host[0]):
             self._whole_in_host.popleft()
@@ -380,6 +386,12 @@ class Store:
                 self._take_slow(read, now)
 
     # Reading.
+
+    def _give_rooms(self, state: _Layer, *, at_most: int | None = None) -> None:
+        is_prompt, n_left = self.phase is Phase.PROMPT, len(state.queue) if at_most is None else at_most
+        while n_left and state.queue and self._give_room(state.queue[0], is_prompt):
+            state.queue.popleft()
+            n_left -= 1
 
     def _give_room(self, key: ExpertKey, is_prompt: bool) -> bool:
         """Begin to read a record; return False if there is no slot for it now."""
@@ -436,6 +448,8 @@ class Store:
             requests.append(ReadRequest(ticket, drive, extent, self.arena.slot(incoming.room)[chunk.begin :]))
         if requests:
             self._reader.submit(*requests)
+            if self._layer is not None and not self._layer.first_read:
+                self._layer.first_read = time.perf_counter()
 
     def _counted_by_drive(self) -> list[tuple[DriveCounts, DriveCounts]]:
         """Return where each drive's reads are counted now: by drive and by tier."""
@@ -708,6 +722,9 @@ class Store:
         if not by_time:
             return
         drive, ended = by_time[-1]
+        self.counts.to_first_read_s += max(0.0, state.first_read - state.began)
+        self.counts.after_last_read_s += max(0.0, time.perf_counter() - ended)
+        self.counts.n_reading_layers += 1
         by_s = ended - by_time[-2][1] if len(by_time) > 1 else 0.0
         for count in self._counted_by_drive()[drive]:
             count.n_last += 1

@@ -2,8 +2,10 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -53,6 +55,10 @@ def succeed(name: str, *arguments: object, timeout: float = 120) -> Outcome:
     assert outcome.code == 0, outcome
     return outcome
 
+
+# A shell that starts the suite in the background has interrupts ignored, and with it every process that the tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
 
