@@ -248,7 +248,8 @@ def test_a_live_line_runs_on_a_terminal_and_leaves_the_result_alone(extractions:
     os.close(terminal)
     assert process.returncode == 0 and len(json.loads(process.stdout)["ids"]) == 5
     text = seen.decode()
-    assert "\r\x1b[2K1 tok" in text and "VRAM" not in text.split("1 tok")[0]
+    before, _, line = text.partition(" tok  ")
+    assert "\r\x1b[2Kprompt 0 of 9 layers  0%\r\x1b[2K" in before and "VRAM" not in before and "VRAM" in line
     assert text.endswith("\r\x1b[2K"), "the line is gone at the end"
 
 

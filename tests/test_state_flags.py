@@ -1,10 +1,11 @@
-"""--state-out, --state-in and --long-context through the real command."""
+"""--state-out, --state-in and --long-context through the command line."""
 
 import json
 from pathlib import Path
 
 import pytest
-from conftest import DATA, command, succeed
+from conftest import DATA, succeed
+from inside import krun, ran
 from safetensors.numpy import load_file
 
 GOLDEN = {name: load_file(DATA / name / "golden.safetensors") for name in ("tiny-k3", "tiny-k3.1")}
@@ -13,11 +14,11 @@ N_SAVED = 25
 
 def run(manifest: Path, ids: list[int], *flags: object) -> dict:
     arguments = ("-m", manifest, "--ids", ",".join(map(str, ids)), "-n", "24", "--device", "cpu", "--json")
-    return json.loads(succeed("krun", "generate", *arguments, *flags).out)
+    return json.loads(ran("generate", *arguments, *flags).out)
 
 
 def refused(manifest: Path, ids: list[int], *flags: object) -> str:
-    outcome = command("krun", "generate", "-m", manifest, "--ids", ",".join(map(str, ids)), "-n", "2", "--device", "cpu", *flags)
+    outcome = krun("generate", "-m", manifest, "--ids", ",".join(map(str, ids)), "-n", "2", "--device", "cpu", *flags)
     assert outcome.code in (2, 3, 4) and "Traceback" not in outcome.err, outcome
     return f"{outcome.code} {outcome.err}"
 
@@ -62,7 +63,7 @@ def test_a_long_context_needs_its_flag_and_goes_on_from_a_state(checkpoint_copy:
     assert len(whole["ids"]) == 24 and whole["ids"] != GOLDEN["tiny-k3.1"]["q8.2.greedy"].tolist()
     assert run(model, prompt, *flags, "--exact-prefill")["ids"] == run(model, prompt, *flags, "--chunk", 7)["ids"] == whole["ids"]
     text = ("--ids-file", DATA / "tiny-k3.1" / "golden.safetensors", "--key", "2.ids", "--device", "cpu")
-    succeed("krun", "score", "-m", model, *text, *flags, "--out", tmp_path / "logits")
+    ran("score", "-m", model, *text, *flags, "--out", tmp_path / "logits")
     assert load_file(tmp_path / "logits")["logits"][-1].argmax() == whole["ids"][0]
     run(model, prompt[:N_SAVED], *flags, "--state-out", path)
     assert run(model, prompt, *flags, "--state-in", path)["ids"] == whole["ids"]
