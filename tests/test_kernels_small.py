@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -645,8 +646,7 @@ def launch_all(device: str, n_tok: int) -> None:
 
 
 @only_cpu
-@pytest.mark.parametrize("capability", [90, 120])
-def test_kernels_compile_for_gpus_that_are_not_here(capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def test_compiled_kernels_fuse_nothing_and_are_special_to_no_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
@@ -668,7 +668,7 @@ def test_kernels_compile_for_gpus_that_are_not_here(capability: int, monkeypatch
                 signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
         assert options["enable_fp_fusion"] is False
         source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
-        compiled.append((kernel.__name__, triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)))
+        compiled.append((kernel.__name__, triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)))
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
     monkeypatch.setattr(launch, "IS_INTERPRETED", True)
