@@ -124,7 +124,7 @@ class HostPool(SlotCache):
     Everything that is read passes through here and is on the device afterwards. While it is there too, its copy here serves nobody; once it has left
     the device, the copy saves a read. If all copies of what the device holds left at once, nothing would be here when the device lets go of it; if
     none did, they would fill the pool. So of what is read, `keep_share` keeps its copy here and the others' copies leave first. Beyond these, of the
-    64 least recently used the one leaves that the device has lacked least often, uses long ago counting less.
+    64 least recently used, in a small pool of fewer, the one leaves that the device has lacked least often, uses long ago counting less.
     """
 
     _N_COMPARED = 64
@@ -139,6 +139,7 @@ class HostPool(SlotCache):
         # log2 of the sum of 2**(time of use / half-life): it never needs to be decayed, and compares as the decayed sums do.
         self._lacked: dict[ExpertKey, float] = {}
         self._n_uses = 0
+        self._n_compared = min(self._N_COMPARED, max(16, n_slots // 8))
 
     def lacked(self, key: ExpertKey) -> None:
         """Count that decode asked for an expert that the device did not hold."""
@@ -173,10 +174,10 @@ class HostPool(SlotCache):
         return leaving if leaving is not None else super()._victim(is_prompt)
 
     def _decode_victim(self) -> ExpertKey | None:
-        score = self._lacked.__getitem__
-        victim = min(islice(self._decode, self._N_COMPARED), key=score, default=None)
+        score, n = self._lacked.__getitem__, self._n_compared
+        victim = min(islice(self._decode, n), key=score, default=None)
         if victim in self._pinned:
-            victim = min(islice((key for key in self._decode if key not in self._pinned), self._N_COMPARED), key=score, default=None)
+            victim = min(islice((key for key in self._decode if key not in self._pinned), n), key=score, default=None)
         return victim
 
     def take(self, key: ExpertKey, *, is_prompt: bool = False, is_passing: bool = False) -> int | None:

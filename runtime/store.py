@@ -39,6 +39,8 @@ _RAM_READ_BYTES_PER_S = 2.5e9
 _N_SPARE = 2
 # Experts that are handed out together, except for a layer's last: each group costs the host about a tenth of a millisecond.
 _LEAST_GROUP = 4
+# A layer's last records are read in chunks, so that its drives end together; those before them whole, each an arrival less to deal with.
+_N_IN_CHUNKS = 8
 # Records whose reads begin before the rest of a layer is looked at.
 _N_FIRST = 3
 _TICK_S = 0.1
@@ -418,7 +420,8 @@ class Store:
             incoming.rival, rival.rival = rival, incoming
         if without is not None:
             incoming.refused.add(without)
-        self._ask(incoming, self._whole if self.phase is Phase.PROMPT else self._chunks)
+        is_late = self.phase is Phase.DECODE and (self._layer is None or len(self._layer.queue) <= _N_IN_CHUNKS)
+        self._ask(incoming, self._chunks if is_late else self._whole)
 
     def _ask(self, incoming: _Incoming, chunks: tuple[Chunk, ...]) -> None:
         """Have a record read in these chunks. Raises DamagedDataError if it is needed and no drive is left to ask."""
