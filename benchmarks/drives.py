@@ -25,9 +25,9 @@ import numpy as np
 from layout.direct import probe_directory
 from layout.record import expert_file_name, parse_expert_file_name, record_layout
 from manifests.geometry import load_geometry
-from prep.fio import MOST_FILES, fio_command
-from prep.measure import measure_drives
-from prep.timed_reads import Deck, Feed, read_feeds
+from prep.measuring.fio import MOST_FILES, fio_command
+from prep.measuring.measure import measure_drives
+from prep.measuring.timed_reads import Deck, Feed, read_feeds
 
 N_FILES = 128
 

@@ -27,11 +27,11 @@ from layout.parallel import run_parallel
 from layout.prepared import open_prepared
 from layout.record import expert_file_name
 from layout.writer import write_record
-from prep.extract import WORKERS_PER_DRIVE
-from prep.measure import DEPTHS, read_for
-from prep.receipts import Receipts
-from prep.selection import select_records
-from prep.verify import read_streams, record_streams, verify
+from prep.extraction.extract import WORKERS_PER_DRIVE
+from prep.measuring.measure import DEPTHS, read_for
+from prep.proof.receipts import Receipts
+from prep.proof.selection import select_records
+from prep.proof.verify import read_streams, record_streams, verify
 
 N_RECORDS = 160
 N_ROUNDS = 4

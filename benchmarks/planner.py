@@ -16,7 +16,7 @@ import numpy as np
 
 from layout.makespan import Servers, makespan
 from manifests.geometry import Geometry, load_geometry
-from prep.placement_plan import CopyPlan, PlanDrive, plan_copies
+from prep.placement.plan import CopyPlan, PlanDrive, plan_copies
 
 RATES = (26e9, 13e9, 6e9)
 RECORD_BYTES = 17_547_264

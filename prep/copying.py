@@ -12,7 +12,7 @@ from layout.reader import check_hash
 from layout.record import expert_file_name
 from layout.writer import write_record
 from manifests.errors import BadInputError, DamagedDataError
-from prep.sites import shards_of
+from prep.placement.sites import shards_of
 
 # A directory whose reads fail so many times in a row is asked last from then on.
 _FAILURES_TO_SET_ASIDE = 3

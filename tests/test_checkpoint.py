@@ -19,7 +19,7 @@ from layout.record import SEGMENT_NAMES
 from layout.tensor_data import read_float_tensor
 from layout.tensors import SpineTensor, expert_tensor_names
 from manifests.errors import BadInputError, KtierError
-from prep.spine import write_spine
+from prep.extraction.spine import write_spine
 
 DATA = Path(__file__).parent / "data"
 P = "language_model.model."

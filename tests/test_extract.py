@@ -15,7 +15,7 @@ from layout.checkpoint import open_checkpoint
 from layout.record import expert_file_name
 from layout.tensors import expert_tensor_names
 from manifests.load import load_manifest
-from prep.journal import JOURNAL_NAME
+from prep.extraction.journal import JOURNAL_NAME
 
 K31 = DATA / "tiny-k3.1"
 

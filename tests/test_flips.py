@@ -10,10 +10,10 @@ from placing import add_copies
 from layout.prepared import Prepared, open_prepared
 from manifests.errors import KtierError
 from manifests.load import load_manifest
-from prep.receipts import Receipts
-from prep.repair import describe_bad_record, repair
-from prep.selection import select_records
-from prep.verify import Findings, verify
+from prep.proof.receipts import Receipts
+from prep.proof.repair import describe_bad_record, repair
+from prep.proof.selection import select_records
+from prep.proof.verify import Findings, verify
 
 N_FLIPS = 200
 

@@ -25,7 +25,7 @@ from layout.tensor_data import as_float32, raw_blocks, read_float_tensor
 from layout.tensors import SpineTensor, expert_tensor, expert_tensor_names, is_vision, spine_tensors
 from manifests.errors import BadInputError
 from manifests.geometry import load_geometry
-from prep.spine import SpineFile, write_spine
+from prep.extraction.spine import SpineFile, write_spine
 
 DATA = Path(__file__).parent / "data"
 

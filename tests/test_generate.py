@@ -21,7 +21,7 @@ from layout.terminal import run_command
 from manifests.errors import DamagedDataError, DeviceError, UsageError
 from manifests.geometry import load_geometry
 from manifests.load import load_manifest
-from prep.heat import read_heat
+from prep.placement.heat import read_heat
 from runtime.bench import outputs_of, rate_series, read_bench, time_bar
 from runtime.cli.faults import with_faults_told
 from runtime.cli.live import LiveLine, can_show_live

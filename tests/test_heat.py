@@ -9,8 +9,8 @@ import pytest
 
 from manifests.errors import BadInputError
 from manifests.geometry import load_geometry
-from prep.heat import held_out, read_heat, smoothed, split_by_lot, split_by_time
-from prep.placement_plan import PlanDrive
+from prep.placement.heat import held_out, read_heat, smoothed, split_by_lot, split_by_time
+from prep.placement.plan import PlanDrive
 
 TINY = load_geometry("tiny")
 LAYER = TINY.n_dense_layers

@@ -20,9 +20,9 @@ from layout.direct import probe_directory
 from layout.drives import describe_directory, device_read_bytes, temperature_of
 from manifests.errors import KtierError, NoSpaceError, UsageError
 from manifests.manifest import Profile
-from prep.measure import DEPTHS, first_and_last, is_older_than_files, last_gain, measure_drive, measure_drives, soak
-from prep.timed_reads import Run
-from prep.trial_files import LEAST_FILES, MOST_TRIAL_FILES
+from prep.measuring.measure import DEPTHS, first_and_last, is_older_than_files, last_gain, measure_drive, measure_drives, soak
+from prep.measuring.timed_reads import Run
+from prep.measuring.trial_files import LEAST_FILES, MOST_TRIAL_FILES
 
 RECORD = 1 << 20
 PROFILE = Profile("2026-11-05T10:00:00+00:00", "preadv", True, 3, 7e9, 1.0, 2.0, 3.0, 4.0, 100, 0.1)
@@ -154,7 +154,7 @@ def start_measuring(directory: Path) -> subprocess.Popen[str]:
     code = (
         # Tests that were started in the background would pass on that interrupts are ignored.
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "import sys; from pathlib import Path; from prep.measure import measure_drives\n"
+        "import sys; from pathlib import Path; from prep.measuring.measure import measure_drives\n"
         "measure_drives([Path(sys.argv[1])], record_bytes=9792, seconds=0.5, on_progress=lambda text: print(text, flush=True))"
     )
     root = Path(__file__).parent.parent

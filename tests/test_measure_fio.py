@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_measure_reads import make_files
 
-from prep.fio import MOST_FILES, fio_command
+from prep.measuring.fio import MOST_FILES, fio_command
 
 
 def test_the_command_reads_whole_records_direct_at_the_depth_into_huge_pages() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from layout.direct import BUFFERED, Extent, ReadMode, probe_directory
 from manifests.errors import BadInputError, DamagedDataError, KtierError
-from prep.timed_reads import Deck, Feed, Run, n_requests, read_feeds, read_for
+from prep.measuring.timed_reads import Deck, Feed, Run, n_requests, read_feeds, read_for
 
 RECORD = 9792
 

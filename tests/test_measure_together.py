@@ -17,7 +17,7 @@ from test_measure_reads import make_files
 from layout.drives import describe_directory, group_by_device
 from manifests.errors import NoSpaceError
 from manifests.manifest import SharedLink
-from prep.measure import Link, Measurement, expected_rate, groups_by_bridge, measure_drives
+from prep.measuring.measure import Link, Measurement, expected_rate, groups_by_bridge, measure_drives
 
 
 @pytest.fixture

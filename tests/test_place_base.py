@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from manifests.errors import NoSpaceError
 from manifests.geometry import load_geometry
 from manifests.manifest import BASE_TIERS, TIERS
-from prep.base_split import Candidate, plan_base
+from prep.extraction.base_split import Candidate, plan_base
 
 TINY = load_geometry("tiny")
 N_RECORDS = 144

@@ -31,11 +31,11 @@ from layout.drives import default_reserve, free_bytes
 from layout.parallel import run_parallel
 from manifests.errors import NoSpaceError
 from manifests.load import load_manifest
-from prep.place import Options
-from prep.place import place as run_place
-from prep.place_journal import PlaceJournal
+from prep.extraction.room import Reserves
+from prep.placement.journal import PlaceJournal
+from prep.placement.place import Options
+from prep.placement.place import place as run_place
 from prep.requests import DriveRequest
-from prep.room import Reserves
 
 USAGE, BAD_INPUT, DAMAGED, NO_SPACE = 2, 3, 4, 5
 
@@ -123,7 +123,7 @@ def test_a_disk_that_is_full_in_the_middle_leaves_the_former_manifest_and_no_hal
 
 def test_more_than_memory_has_is_not_copied_into_memory(prepared_copy: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a file system in memory promises is one thing, what there is another."""
-    monkeypatch.setattr("prep.place.available_host_bytes", lambda: 1_000_000)
+    monkeypatch.setattr("prep.placement.place.available_host_bytes", lambda: 1_000_000)
     options = Options(requests=[DriveRequest("A", memory)])
     with pytest.raises(NoSpaceError, match=r"in memory; 1\.77MB would be copied there, but only 1MB of memory are available"):
         run_place(
@@ -140,7 +140,7 @@ def test_more_than_memory_has_is_not_copied_into_memory(prepared_copy: Path, mem
 def test_room_that_is_just_enough_is_used_up_by_many_writers_and_not_exceeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While others write, what they have reserved may be counted twice; a writer then waits, and gives up only when nobody writes."""
     free = [100]
-    monkeypatch.setattr("prep.room.free_bytes", lambda _: free[0])
+    monkeypatch.setattr("prep.extraction.room.free_bytes", lambda _: free[0])
     reserves = Reserves([tmp_path], 20)
 
     def make_worker() -> Callable[[int], None]:

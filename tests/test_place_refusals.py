@@ -12,7 +12,7 @@ from loop_mounts import mounted_ext4
 from placing import N_RECORDS, check_drives, directory_in_memory, experts_in, flip_a_byte, names_in, place, refused, tier_flags
 
 from manifests.load import load_manifest
-from prep.measure import is_older_than_files
+from prep.measuring.measure import is_older_than_files
 
 CHECKPOINT = DATA / "tiny-k3.1"
 USAGE, BAD_INPUT, DAMAGED = 2, 3, 4

@@ -13,7 +13,7 @@ from placing import N_RECORDS, check_drives, directory_in_memory, experts_in, fl
 
 from layout.drives import free_bytes
 from manifests.load import load_manifest
-from prep.schedule import Directory, make_schedule
+from prep.placement.schedule import Directory, make_schedule
 
 SHAPE = (2, 8)
 

@@ -12,7 +12,7 @@ from layout.makespan import Servers, makespan
 from manifests.errors import BadInputError, NoSpaceError, UsageError
 from manifests.geometry import Geometry, load_geometry
 from manifests.manifest import BASE_TIERS, TIERS
-from prep.placement_plan import (
+from prep.placement.plan import (
     Assumptions,
     CopyPlan,
     PlanDrive,
@@ -22,7 +22,7 @@ from prep.placement_plan import (
     score_holds,
     what_if,
 )
-from prep.placement_search import changes_of
+from prep.placement.search import changes_of
 
 TINY = load_geometry("tiny")
 N_TINY = TINY.n_routed_experts

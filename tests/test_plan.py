@@ -15,10 +15,10 @@ from layout.config import K31
 from layout.drives import default_reserve, free_bytes
 from manifests.errors import BadInputError, NoSpaceError, UsageError
 from manifests.geometry import load_geometry
-from prep.base_split import Candidate, plan_base
-from prep.plan import ExtractionPlan, _duration, make_plan
+from prep.extraction.base_split import Candidate, plan_base
+from prep.extraction.plan import ExtractionPlan, _duration, make_plan
+from prep.extraction.spine import spine_bytes, write_spine
 from prep.requests import DriveRequest
-from prep.spine import spine_bytes, write_spine
 from prep.tiny import limit_layers, make_checkpoint
 
 DATA = Path(__file__).parent / "data"
@@ -27,7 +27,7 @@ FULL = load_geometry("k3.1")
 SCRIPT = """
 import resource, sys, time
 from pathlib import Path
-from prep.plan import make_plan
+from prep.extraction.plan import make_plan
 start = time.monotonic()
 plan = make_plan(Path(sys.argv[1]), [], reserve_bytes=None)
 print(time.monotonic() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)

@@ -14,7 +14,7 @@ import xxhash
 from gguf import GGMLQuantizationType
 from gguf.quants import quantize
 
-import prep.spine
+import prep.extraction.spine
 from layout.checkpoint import Checkpoint, open_checkpoint
 from layout.config import K31
 from layout.direct import BUFFERED, probe_directory
@@ -23,8 +23,8 @@ from layout.tensor_data import as_float32, read_float_tensor
 from layout.tensors import SpineTensor
 from manifests.errors import BadInputError, Interrupted
 from manifests.geometry import load_geometry
-from prep.quantise import Quantiser
-from prep.spine import PIECE_BYTES, write_spine
+from prep.extraction.quantise import Quantiser
+from prep.extraction.spine import PIECE_BYTES, write_spine
 from prep.tiny import make_checkpoint
 
 O_DIRECT = 0o40000
@@ -211,7 +211,7 @@ def test_a_spine_is_every_tensor_in_turn_padded_to_pages_each_with_its_hash(
     wide: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     if mode == "buffered":
-        monkeypatch.setattr(prep.spine, "probe_directory", lambda directory: BUFFERED)
+        monkeypatch.setattr(prep.extraction.spine, "probe_directory", lambda directory: BUFFERED)
     path = tmp_path / "spine.gguf"
     spine = write_spine(wide, path, expert_directories=["experts"], on_progress=lambda *step: None)
     data, header = path.read_bytes(), read_gguf_header(path)

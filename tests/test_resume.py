@@ -16,7 +16,7 @@ from loop_mounts import mounted_ext4
 
 from layout.drives import free_bytes
 from manifests.geometry import load_geometry
-from prep.journal import JOURNAL_NAME
+from prep.extraction.journal import JOURNAL_NAME
 
 CHECKPOINT = DATA / "tiny-k3.1"
 N_KILLS = 50

@@ -12,8 +12,8 @@ import torch
 from test_measure_reads import make_files
 
 from manifests.errors import DeviceError, KtierError, UsageError
-from prep.measure import measure_drives
-from prep.upload_process import UploadProcess, UploadRate, uploads_command
+from prep.measuring.measure import measure_drives
+from prep.measuring.upload_process import UploadProcess, UploadRate, uploads_command
 from runtime.uploads import upload_until_closed
 
 ROOT = Path(__file__).parent.parent

@@ -19,9 +19,9 @@ from layout.direct import ReadMode, span_bytes
 from layout.drives import shares_device
 from layout.prepared import open_prepared
 from layout.record import expert_file_name
-from prep.receipts import Receipts
-from prep.selection import select_records
-from prep.verify import BUFFER_BYTES, Findings, Progress, Spine, Stream, n_buffers, record_streams, verify, with_spine
+from prep.proof.receipts import Receipts
+from prep.proof.selection import select_records
+from prep.proof.verify import BUFFER_BYTES, Findings, Progress, Spine, Stream, n_buffers, record_streams, verify, with_spine
 
 RECORD_BYTES = 9792
 DAMAGED, USAGE = 4, 2
@@ -274,7 +274,7 @@ def test_the_spines_blocks_are_hashed_in_their_order_whatever_the_order_of_their
             ends.append(offset)
         return real(fd, buffers, offset)
 
-    monkeypatch.setattr("prep.verify.SPINE_BLOCK_BYTES", 65536)
+    monkeypatch.setattr("prep.proof.verify.SPINE_BLOCK_BYTES", 65536)
     monkeypatch.setattr("layout.direct.os.preadv", preadv)
     assert findings_of(prepared_copy).is_clean
     assert len(ends) > 40 and ends != sorted(ends)
@@ -293,7 +293,7 @@ def test_a_drive_that_fails_within_the_spine_is_told_once_and_the_records_are_re
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(fd, buffers, offset)
 
-    monkeypatch.setattr("prep.verify.SPINE_BLOCK_BYTES", 65536)
+    monkeypatch.setattr("prep.proof.verify.SPINE_BLOCK_BYTES", 65536)
     monkeypatch.setattr("layout.direct.os.preadv", preadv)
     findings = findings_of(prepared_copy)
     assert (findings.n_records, findings.bad_records) == (144, [])

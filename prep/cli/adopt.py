@@ -9,10 +9,10 @@ from layout.prepared import open_prepared
 from layout.terminal import ProgressLine, note, say
 from manifests.errors import UsageError
 from manifests.manifest import TIERS
-from prep.adopt import adopt_into_manifest
 from prep.cli.arguments import RESERVE_HELP, reserve_of
 from prep.cli.extract import open_for_extraction, run_extraction
-from prep.extract import Settings
+from prep.extraction.extract import Settings
+from prep.proof.adopt import adopt_into_manifest
 from prep.requests import DriveRequest
 
 

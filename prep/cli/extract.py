@@ -13,9 +13,9 @@ from layout.terminal import ProgressLine, note, say
 from manifests.errors import UsageError
 from manifests.manifest import Manifest
 from prep.cli.arguments import LIMIT_HELP, RESERVE_HELP, drive_requests, reserve_of
-from prep.extract import JOURNAL_EVERY, MANIFEST_NAME, Settings, extract, is_finished_and_gone
-from prep.only import extract_only, parse_only
-from prep.release import saved_headers
+from prep.extraction.extract import JOURNAL_EVERY, MANIFEST_NAME, Settings, extract, is_finished_and_gone
+from prep.extraction.only import extract_only, parse_only
+from prep.extraction.release import saved_headers
 from prep.requests import DriveRequest, disk_bytes
 
 

@@ -12,13 +12,13 @@ from layout.sizes import format_rate, format_size, parse_size
 from layout.terminal import ProgressLine, note, say
 from manifests.errors import UsageError
 from prep.cli.arguments import LIMIT_HELP, RESERVE_HELP, drive_requests, reserve_of
-from prep.heat import read_heat
-from prep.history import Former, former_manifests, roll_back
-from prep.measure import DEFAULT_SECONDS, Soak, soak
-from prep.place import Options, Placement, place
-from prep.place_report import fio_lines, place_lines, to_dict, tokens, what_if_lines, what_if_plans
+from prep.measuring.measure import DEFAULT_SECONDS, Soak, soak
+from prep.measuring.upload_process import uploads_command
+from prep.placement.heat import read_heat
+from prep.placement.history import Former, former_manifests, roll_back
+from prep.placement.place import Options, Placement, place
+from prep.placement.report import fio_lines, place_lines, to_dict, tokens, what_if_lines, what_if_plans
 from prep.requests import check_requests, disk_bytes
-from prep.upload_process import uploads_command
 
 _WHAT_IF = re.compile(r"rate=([0-9]+(?:\.[0-9]+)?)(GB/s|MB/s)?,capacity=(\S+)")
 LIST = "list"

@@ -9,8 +9,8 @@ import typer
 from layout.terminal import say
 from manifests.errors import NoSpaceError
 from prep.cli.arguments import LIMIT_HELP, RESERVE_HELP, drive_requests, reserve_of
-from prep.measure import DEFAULT_SECONDS
-from prep.plan import make_plan
+from prep.extraction.plan import make_plan
+from prep.measuring.measure import DEFAULT_SECONDS
 
 
 def plan_command(

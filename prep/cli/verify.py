@@ -11,10 +11,10 @@ from layout.prepared import open_prepared
 from layout.sizes import format_size
 from layout.terminal import ProgressLine, note, say
 from manifests.errors import DamagedDataError, KtierError, UsageError
-from prep.receipts import Receipts
-from prep.repair import describe_bad_record, repair
-from prep.selection import select_records
-from prep.verify import verify
+from prep.proof.receipts import Receipts
+from prep.proof.repair import describe_bad_record, repair
+from prep.proof.selection import select_records
+from prep.proof.verify import verify
 
 
 def verify_command(

@@ -26,11 +26,11 @@ from manifests.manifest import BASE_TIERS, Drive, Manifest, SharedLink
 from manifests.store import manifest_text, next_generation, write_manifest
 from prep.copying import Sources, copy_expert, prove_file
 from prep.drive_facts import manifest_drive
-from prep.publish import publish_with_lists
+from prep.extraction.room import Reserves, device
+from prep.placement.publish import publish_with_lists
+from prep.placement.schedule import Step
+from prep.placement.sites import Site, expert_files
 from prep.requests import disk_bytes
-from prep.room import Reserves, device
-from prep.schedule import Step
-from prep.sites import Site, expert_files
 
 WORKERS_PER_DRIVE = 4
 # The widest alignment that a direct read or write may need.

@@ -8,8 +8,8 @@ import numpy as np
 from layout.makespan import MOST_SERVERS, Servers, assign, makespan
 from manifests.errors import BadInputError, UsageError
 from manifests.geometry import Geometry
-from prep.placement_room import PlanDrive
-from prep.placement_search import Draws, draw_reads
+from prep.placement.room import PlanDrive
+from prep.placement.search import Draws, draw_reads
 
 N_CHUNKS = 3
 # Drawn layers for a score, over all layers and in each.

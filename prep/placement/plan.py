@@ -12,10 +12,10 @@ import numpy as np
 
 from manifests.errors import NoSpaceError
 from manifests.geometry import Geometry
-from prep.placement_room import PlanDrive, keep_within_limits, quotas, share_evenly
-from prep.placement_rules import RULES, Filling, keep_within_quotas
-from prep.placement_score import Assumptions, PlanScore, ReadModel, TokenRate, predict_tok_per_s, score_holds
-from prep.placement_search import Evaluation, LayerProblem, draw_reads, improve
+from prep.placement.room import PlanDrive, keep_within_limits, quotas, share_evenly
+from prep.placement.rules import RULES, Filling, keep_within_quotas
+from prep.placement.score import Assumptions, PlanScore, ReadModel, TokenRate, predict_tok_per_s, score_holds
+from prep.placement.search import Evaluation, LayerProblem, draw_reads, improve
 
 __all__ = [
     "Assumptions", "CopyPlan", "Freest", "PlanDrive", "PlanScore", "TokenRate", "one_more_copy_set", "plan_copies", "predict_tok_per_s",

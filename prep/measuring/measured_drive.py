@@ -23,8 +23,8 @@ from layout.drives import (
 )
 from layout.sizes import format_rate, format_size
 from manifests.errors import KtierError
-from prep.timed_reads import Deck, Feed, Run, read_feeds
-from prep.trial_files import record_files
+from prep.measuring.timed_reads import Deck, Feed, Run, read_feeds
+from prep.measuring.trial_files import record_files
 
 # Devices that read less than this part of what was asked for have been helped by a cache.
 LEAST_DEVICE_SHARE = 0.9

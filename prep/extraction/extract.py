@@ -30,12 +30,12 @@ from manifests.manifest import BASE_TIERS, CarriedFile, HashList, Manifest, Reco
 from manifests.ranges import format_ranges
 from manifests.store import next_generation, write_manifest
 from prep.drive_facts import drive_text, manifest_drive
-from prep.journal import JOURNAL_NAME, Journal, JournalDrive, SpineEntry
-from prep.release import Releaser
+from prep.extraction.journal import JOURNAL_NAME, Journal, JournalDrive, SpineEntry
+from prep.extraction.release import Releaser
+from prep.extraction.room import Room
+from prep.extraction.small_files import small_files
+from prep.extraction.spine import write_spine
 from prep.requests import DriveRequest, check_requests
-from prep.room import Room
-from prep.small_files import small_files
-from prep.spine import write_spine
 
 MANIFEST_NAME = "manifest.yaml"
 SPINE_NAME = "spine.gguf"

@@ -15,10 +15,10 @@ from layout.record import expert_file_name
 from layout.sizes import format_size
 from layout.tensors import expert_tensor_names
 from manifests.errors import KtierError, NoSpaceError
-from prep.base_split import Candidate, plan_base
 from prep.drive_facts import drive_text
+from prep.extraction.base_split import Candidate, plan_base
+from prep.extraction.spine import spine_bytes
 from prep.requests import DriveRequest, disk_bytes
-from prep.spine import spine_bytes
 
 Place = tuple[int, int]
 

@@ -21,8 +21,8 @@ from layout.prepared import Prepared
 from layout.reader import Completion, Reader, ReadRequest, spare_requests
 from manifests.errors import BadInputError
 from manifests.seal import has_seal
-from prep.receipts import Receipts
-from prep.selection import Selection
+from prep.proof.receipts import Receipts
+from prep.proof.selection import Selection
 
 DEPTH = 4
 # What the buffers of all streams may take together, as long as each has two.

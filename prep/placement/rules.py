@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from prep.placement_search import Draws, Evaluation, LayerProblem
+from prep.placement.search import Draws, Evaluation, LayerProblem
 
 _GREEDY_ROUNDS = 12
 Rule = Callable[[LayerProblem, "Filling", Draws, np.random.Generator], None]

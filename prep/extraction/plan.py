@@ -22,11 +22,11 @@ from layout.sizes import format_rate, format_size
 from manifests.errors import NoSpaceError, UsageError
 from manifests.geometry import Geometry
 from manifests.manifest import BASE_TIERS
-from prep.base_split import Candidate, plan_base
-from prep.measure import read_for
+from prep.extraction.base_split import Candidate, plan_base
+from prep.extraction.small_files import small_files
+from prep.extraction.spine import spine_bytes
+from prep.measuring.measure import read_for
 from prep.requests import FILE_SYSTEM_BLOCK, DriveRequest, check_requests, disk_bytes
-from prep.small_files import small_files
-from prep.spine import spine_bytes
 
 # As many reads at a time as extraction has workers.
 _DEPTH = 4

@@ -9,10 +9,10 @@ import numpy as np
 from layout.sizes import format_rate, format_size
 from manifests.errors import UsageError
 from manifests.manifest import Profile
-from prep.fio import MOST_FILES, fio_command
-from prep.heat import HeldOut
-from prep.place import Placement
-from prep.placement_plan import CopyPlan, PlanScore, TokenRate, one_more_copy_set, predict_tok_per_s, what_if
+from prep.measuring.fio import MOST_FILES, fio_command
+from prep.placement.heat import HeldOut
+from prep.placement.place import Placement
+from prep.placement.plan import CopyPlan, PlanScore, TokenRate, one_more_copy_set, predict_tok_per_s, what_if
 from prep.requests import disk_bytes
 
 

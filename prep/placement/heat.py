@@ -11,7 +11,7 @@ import numpy as np
 from layout.record import parse_expert_file_name
 from manifests.errors import BadInputError, listed
 from manifests.geometry import Geometry
-from prep.placement_plan import CopyPlan, PlanDrive, PlanScore, plan_copies, score_holds
+from prep.placement.plan import CopyPlan, PlanDrive, PlanScore, plan_copies, score_holds
 
 # More reads than any run makes; their sums still fit an int64.
 _MOST_READS = 1 << 40

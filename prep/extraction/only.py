@@ -26,11 +26,11 @@ from manifests.ranges import parse_ranges
 from manifests.store import next_generation, write_manifest
 from prep.copying import prove_file
 from prep.drive_facts import manifest_drive
-from prep.place_journal import PlaceJournal
-from prep.publish import publish_with_lists
+from prep.extraction.room import Reserves
+from prep.placement.journal import PlaceJournal
+from prep.placement.publish import publish_with_lists
+from prep.placement.sites import MISSING, Site, find_sites, is_mounted, lost_experts, shards_of
 from prep.requests import DriveRequest, check_requests, check_writable, disk_bytes
-from prep.room import Reserves
-from prep.sites import MISSING, Site, find_sites, is_mounted, lost_experts, shards_of
 
 _PART = re.compile(r"([0-9]{1,9}):([0-9]{1,9}(?:-[0-9]{1,9})?)")
 _N_WORKERS = 4

@@ -1,7 +1,7 @@
 """place: measure, decide, and carry out. The given drives are the complete new set.
 
 Deciding is apart from doing: `place` looks at what lies where, has the copies planned, says what it is about to do, and hands over to
-prep/carry_out.py. What was decided is kept in a journal until it is done, so that the same command goes on after a kill.
+prep/placement/carry_out.py. What was decided is kept in a journal until it is done, so that the same command goes on after a kill.
 """
 
 import dataclasses
@@ -21,15 +21,15 @@ from layout.prepared import Prepared, open_prepared
 from layout.sizes import format_rate, format_size
 from manifests.errors import BadInputError, NoSpaceError, UsageError
 from manifests.manifest import BASE_TIERS, Drive, Manifest, Profile, SharedLink
-from prep.carry_out import CarryOut, Progress, Remark
 from prep.drive_facts import drive_text, manifest_drive
-from prep.heat import HeldOut, held_out, smoothed, split_by_lot
-from prep.measure import Measurement, is_older_than_files, measure_drives
-from prep.place_journal import Decided, PlaceJournal
-from prep.placement_plan import CopyPlan, PlanDrive, PlanScore, plan_copies, score_holds
+from prep.measuring.measure import Measurement, is_older_than_files, measure_drives
+from prep.placement.carry_out import CarryOut, Progress, Remark
+from prep.placement.heat import HeldOut, held_out, smoothed, split_by_lot
+from prep.placement.journal import Decided, PlaceJournal
+from prep.placement.plan import CopyPlan, PlanDrive, PlanScore, plan_copies, score_holds
+from prep.placement.schedule import Directory, Schedule, Step, make_schedule
+from prep.placement.sites import Site, check_none_lost, find_sites, is_root_instead
 from prep.requests import DriveRequest, check_requests, check_writable, disk_bytes
-from prep.schedule import Directory, Schedule, Step, make_schedule
-from prep.sites import Site, check_none_lost, find_sites, is_root_instead
 
 # A line of a hash list and an entry of a directory, for each expert.
 _LIST_BYTES_PER_EXPERT = 96

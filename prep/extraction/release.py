@@ -18,8 +18,8 @@ from layout.sizes import format_size
 from layout.tensors import expert_tensor_names, is_vision
 from layout.writer import sync_directory, write_bytes
 from manifests.errors import DamagedDataError
-from prep.journal import Journal, released_shards
-from prep.room import can_release
+from prep.extraction.journal import Journal, released_shards
+from prep.extraction.room import can_release
 
 HEADERS_DIRECTORY = "extract.headers"
 

@@ -11,8 +11,8 @@ from layout.reader import check_hash
 from layout.writer import sync_directory, write_record
 from manifests.errors import BadInputError, DamagedDataError, UsageError
 from prep.copying import Sources, copy_expert
-from prep.sites import drive_sites, is_mounted, shards_of
-from prep.verify import BadRecord, Findings
+from prep.placement.sites import drive_sites, is_mounted, shards_of
+from prep.proof.verify import BadRecord, Findings
 
 
 def describe_bad_record(prepared: Prepared, bad: BadRecord, findings: Findings) -> str:

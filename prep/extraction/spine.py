@@ -25,7 +25,7 @@ from layout.tensors import SpineTensor
 from layout.writer import replaced_file
 from manifests.errors import BadInputError
 from manifests.geometry import Geometry
-from prep.quantise import Quantiser
+from prep.extraction.quantise import Quantiser
 
 ALIGNMENT = 4096
 ARCHITECTURE = "kimi-k3"

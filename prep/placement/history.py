@@ -12,9 +12,9 @@ from manifests.errors import BadInputError, DamagedDataError, UsageError, listed
 from manifests.load import load_manifest
 from manifests.manifest import Manifest
 from manifests.store import history
-from prep.place_journal import PlaceJournal
-from prep.publish import publish_with_lists
-from prep.sites import expert_files
+from prep.placement.journal import PlaceJournal
+from prep.placement.publish import publish_with_lists
+from prep.placement.sites import expert_files
 
 _MOST_NAMED = 5
 

@@ -22,10 +22,10 @@ from layout.record import parse_expert_file_name
 from layout.sizes import format_rate, format_size
 from manifests.errors import UsageError
 from manifests.manifest import DepthRate, Profile, SharedLink
-from prep.measured_drive import MeasuredDrive, looks_cached, measured_drive
-from prep.timed_reads import Run, n_requests, read_feeds
-from prep.timed_reads import read_for as read_for
-from prep.upload_process import UploadProcess, UploadRate
+from prep.measuring.measured_drive import MeasuredDrive, looks_cached, measured_drive
+from prep.measuring.timed_reads import Run, n_requests, read_feeds
+from prep.measuring.timed_reads import read_for as read_for
+from prep.measuring.upload_process import UploadProcess, UploadRate
 
 DEPTHS = (1, 2, 4, 8, 16, 32)
 # Another step in depth must bring at least this much; one that does not is confirmed by the next, for single readings are noisy.

@@ -1,0 +1,1 @@
+"""Checkpoint to bytes at rest: what kprep plan and kprep extract do."""

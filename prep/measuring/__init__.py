@@ -1,0 +1,1 @@
+"""What drives reach, timed with the reader of the runtime."""

@@ -1,0 +1,1 @@
+"""Which drive holds which copies: decided, carried out, taken back."""

@@ -1,0 +1,1 @@
+"""Bytes at rest against their hashes: verified, repaired, adopted."""
