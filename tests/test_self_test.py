@@ -100,7 +100,7 @@ def test_a_check_sees_one_element_that_is_off_and_a_nan(check: Check) -> None:
 
     *_, last = check.expected(*(exact(x) for x in check.inputs(torch.Generator().manual_seed(1))))
     size = last.double().pow(2).mean().sqrt().item()
-    assert not spoilt(max(2e-5 * size, 1e-6)).agrees(CPU) and not spoilt(torch.nan).agrees(CPU)
+    assert not spoilt(max(2 * check.tolerance * size, 1e-6)).agrees(CPU) and not spoilt(torch.nan).agrees(CPU)
 
 
 @only_cpu

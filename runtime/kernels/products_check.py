@@ -168,6 +168,7 @@ CHECKS = (
     Check("Q8_0 product", _q8_0_inputs, _run_q8_0, _expect_q8_0, is_product=True),
     Check("bfloat16 product", _bf16_inputs, _run_bf16, _expect_bf16, is_product=True),
     Check("grouped MXFP4 experts", _expert_inputs, _run_experts, _expect_experts, is_product=True),
-    Check("Q8_0 product of many rows", _prompt_inputs, _run_prompt, _expect_prompt, is_prompt=True),
+    # Tensor cores cut bits off in a sum of 3,072 products.
+    Check("Q8_0 product of many rows", _prompt_inputs, _run_prompt, _expect_prompt, tolerance=3e-5, is_prompt=True),
     *STEP_CHECKS,
 )

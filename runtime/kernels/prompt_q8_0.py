@@ -20,7 +20,7 @@ from runtime.kernels.launch import OPTIONS, constexpr, jit, ready, runs_kernels,
 from runtime.kernels.q8_0 import Q8Matrix
 from runtime.kernels.rows import TILE_ROWS
 
-MOST_COLUMNS = 2048
+MOST_COLUMNS = 1024
 # For the written-out part of the matrix and the sums that it gives, together.
 SCRATCH_BYTES = 400_000_000
 _N_PARTS = 3
