@@ -20,9 +20,10 @@ from layout.prepared import Copies
 from layout.record import record_layout
 from manifests.geometry import load_geometry
 from runtime.decode import LEAST_USES_TO_STAY
+from runtime.incoming import Phase
 from runtime.routing import make_routing
 from runtime.stats import new_counts
-from runtime.store import Phase, Store
+from runtime.store import Store
 from runtime.synthetic import EmulatedDrive, SyntheticModel, make_records, synthetic_model
 
 FULL = load_geometry("k3.1")

@@ -8,6 +8,7 @@ ordinary text. So nothing that a user, a tool or a name says can become a marker
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from manifests.errors import BadInputError
@@ -26,6 +27,7 @@ EFFORTS = ("low", "medium", "high", "max")
 TOOL_CHOICES = ("auto", "none", "required")
 RESPONSE_FORMATS = ("text", "json_object", "json_schema")
 MAX_SHOWN_CHARS = 60
+MAX_LISTED = 10
 
 TOOLS_TEXT = "# Tools\nHere are the available tools, described in JSONSchema.\n\n```json\n{}\n```"
 NEW_TOOLS_TEXT = (
@@ -277,7 +279,7 @@ def parse_chat(request: Any) -> Chat:
     """
     fields = _object(request, "request", REQUEST_KEYS, prefix="")
     messages = _messages(fields.get("messages"))
-    tools = _tools(fields["tools"], "tools") if fields.get("tools") else None
+    tools = _tools(fields["tools"], "tools") if _array(fields.get("tools", []), "tools") else None
     choice = _one_of(fields, "tool_choice", TOOL_CHOICES, absent="auto")
     if choice == "required" and tools is None and not any(isinstance(message, NewTools) for message in messages):
         raise BadInputError("tool_choice: is 'required' in a request without tools, expected tools that can be called")
@@ -337,7 +339,7 @@ def _parse_message(item: Any, where: str, calls: dict[str, ToolCall]) -> Message
         return _tool_result(fields, where, name, calls)
     if role == "assistant":
         return _answered(fields, where, name)
-    if fields.get("tools"):
+    if _array(fields.get("tools", []), f"{where}.tools"):
         if name or fields.get("content"):
             raise BadInputError(f"{where}.tools: come with content or a name, expected a system message of tools alone; say the rest in another one")
         return NewTools(_tools(fields["tools"], f"{where}.tools"))
@@ -377,6 +379,8 @@ def _tool_call(item: Any, where: str, index: int) -> ToolCall:
     # Clients that put a streamed call together may leave its index in it.
     fields = _object(item, where, ("id", "type", "function", "index"))
     _one_of(fields, "type", ("function",), absent="function", prefix=f"{where}.")
+    if not _is_count(fields.get("index", 0)):
+        raise BadInputError(f"{where}.index: is {_json_type(fields['index'])}, expected a whole number of at least 0")
     function = _object(fields.get("function"), f"{where}.function", ("name", "arguments"))
     arguments = _text(function.get("arguments"), f"{where}.function.arguments")
     return ToolCall(_required_text(fields, where, "id"), index, _required_text(function, f"{where}.function", "name"), arguments)
@@ -428,6 +432,9 @@ def _response_format(value: Any) -> tuple[str, str | None]:
         return kind, None
     where = "response_format.json_schema"
     named = _object(fields.get("json_schema"), where, ("name", "description", "schema", "strict"))
+    for key in ("name", "description"):
+        _text(named.get(key, ""), f"{where}.{key}")
+    _boolean(named, "strict", absent=False, prefix=f"{where}.")
     schema = _object(named.get("schema"), f"{where}.schema", None, keeps_null=True)
     return kind, _compact_json(schema, f"{where}.schema")
 
@@ -476,10 +483,14 @@ def _required_text(fields: dict[str, Any], where: str, key: str) -> str:
     return text
 
 
-def _boolean(fields: dict[str, Any], key: str, *, absent: bool) -> bool:
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _boolean(fields: dict[str, Any], key: str, *, absent: bool, prefix: str = "") -> bool:
     value = fields.get(key, absent)
     if not isinstance(value, bool):
-        raise BadInputError(f"{key}: is {_shown(value)}, expected true or false")
+        raise BadInputError(f"{prefix}{key}: is {_shown(value)}, expected true or false")
     return value
 
 
@@ -500,5 +511,7 @@ def _shown(value: Any) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
-    *before, last = [_shown(name) for name in names]
+    *before, last = [_shown(name) for name in islice(names, MAX_LISTED + 1)]
+    if len(before) == MAX_LISTED:
+        last = "another one"
     return f"{', '.join(before)} or {last}" if before else last

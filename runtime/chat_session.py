@@ -157,8 +157,9 @@ class ChatSession:
             raise BadInputError(f"{path}: is no conversation that /save wrote: expected an object with format {FORMAT!r}")
         if found.keys() != {"format", "model", "messages"}:
             raise BadInputError(f"{path}: holds {', '.join(sorted(found))}, expected format, model and messages")
-        if found["model"] != self._model:
-            raise BadInputError(f"{path}: is a conversation with another model, of digest {found['model']}; this one's is {self._model}")
+        if (digest := found["model"]) != self._model:
+            other = digest[:64] if isinstance(digest, str) else "unknown"
+            raise BadInputError(f"{path}: is a conversation with another model, of digest {other}; this one's is {self._model}")
         messages = found["messages"]
         try:
             if messages != []:

@@ -24,6 +24,7 @@ from runtime.decode import Decoder
 from runtime.experts import CheckpointRecords, StreamedExperts
 from runtime.flat_out import Source, flat_out_bytes_per_s
 from runtime.heat import LoggedExperts, RoutingLog
+from runtime.incoming import Phase
 from runtime.kernels.prompt_q8_0 import why_no_prompt_products
 from runtime.kernels.rows import TILE_ROWS, Arithmetic, forbid_tf32
 from runtime.memory import AUTO
@@ -36,7 +37,7 @@ from runtime.speculate import Step as Step
 from runtime.start import check_direct, check_tier_caps, checked_kernels, planned_budgets, present_budgets
 from runtime.state import State
 from runtime.stats import ExpertCounts, new_counts
-from runtime.store import Phase, Store
+from runtime.store import Store
 from runtime.weights import CURE, CheckpointWeights, SpineWeights, load_spine
 
 DEFAULT_CONTEXT = 4096
@@ -465,7 +466,7 @@ def check_ids(ids: list[int], geometry: Geometry, context: int) -> None:
         raise BadInputError("the prompt is empty: give at least one token")
     strays = [i for i in ids if not 0 <= i < geometry.vocab_size]
     if strays:
-        raise BadInputError(f"the prompt holds {strays[0]}, but token numbers go from 0 to {geometry.vocab_size - 1}")
+        raise BadInputError(f"the prompt holds {str(strays[0])[:24]}, but token numbers go from 0 to {geometry.vocab_size - 1}")
     if len(ids) > context:
         longer = f"-c may be at most {geometry.max_context} here" if context < geometry.max_context else "shorten the prompt"
         raise BadInputError(f"the prompt has {len(ids)} tokens, but the context is {context}; {longer}")

@@ -23,12 +23,13 @@ from runtime.decode import Decoder, DeviceRecords, LayerFacts
 from runtime.device_slots import SLOT_STEP
 from runtime.engine import Sample, sample_of
 from runtime.flat_out import DEPTHS, Source, best_flat_out
+from runtime.incoming import Phase
 from runtime.kernels.rows import forbid_tf32
 from runtime.prompt import PromptPass
 from runtime.routing import make_routing
 from runtime.state import FixedState
 from runtime.stats import ExpertCounts, new_counts
-from runtime.store import Phase, Store
+from runtime.store import Store
 from runtime.synthetic import EmulatedDrive, SyntheticModel, emulated_servers, make_records, random_spine, record_name, synthetic_model
 
 

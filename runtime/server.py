@@ -63,8 +63,10 @@ _CHAT, _TEXT = "chat.completion", "text_completion"
 FAULT_SHOWN_S = 1.0
 # Threads that turn texts into ids, so that a long one does not hold up the others.
 N_TOKENISING = 2
-# Connections at once; each takes a descriptor.
+# Connections at once. Requests of more are answered with 503, up to as many again; others are closed. Each takes a descriptor.
 MOST_CONNECTIONS = 256
+# Connections that are taken before one is looked at.
+N_ACCEPTED = 64
 # How long a connection may stay open between requests.
 KEEP_ALIVE_S = 5.0
 # How long nothing may come from us while a client waits: proxies cut a stream that is silent.
@@ -425,7 +427,8 @@ class _HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=timed_protocol(options.read_timeout_s),
+                http=timed_protocol(options.read_timeout_s, n_most=2 * MOST_CONNECTIONS),
+                backlog=N_ACCEPTED,
                 ws="none",
                 lifespan="off",
                 log_config=None,

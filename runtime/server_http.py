@@ -1,10 +1,13 @@
 """HTTP around the answers: who may ask, bodies of bounded size and time, events until the client is gone, and connections that say nothing."""
 
 import asyncio
+import fcntl
 import hmac
 import ipaddress
 import json
 import socket
+import struct
+import termios
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
@@ -18,7 +21,10 @@ from runtime.server_schema import MAX_BODY_BYTES, ApiError
 
 Json = dict[str, Any]
 
+# How long a client may take nothing of an answer.
 WRITE_TIMEOUT_S = 60.0
+# A C struct linger: on, for 0 seconds.
+_NO_LINGERING = struct.pack("ii", 1, 0)
 # The page holds nothing but itself: what it shows it asks for, with a key where one is needed.
 OPEN_PATHS = ("/", "/health")
 EVENT_STREAM_HEADERS = [
@@ -44,7 +50,7 @@ def is_loopback(host: str) -> bool:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that has the address and does not listen yet. Raises UsageError if it cannot be had."""
+    """Return a socket that has the address for itself and does not listen yet, see `listen`. Raises UsageError if it cannot be had."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, kind, protocol)
@@ -56,7 +62,15 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise UsageError(f"--host {host} --port {port}: {error.strerror}; see what listens there with ss -ltnp, or give another port") from None
+    # Linux lets sockets that do not listen share an address if all of them have this: another server could load its weights in vain.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     return listener
+
+
+def listen(listener: socket.socket) -> None:
+    """Let clients connect to a socket of `bind`, though connections of a former server may still be closing."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.listen()
 
 
 class Guard:
@@ -74,7 +88,7 @@ class Guard:
             return
         host = headers.get("host", "")
         # A name of another's that was made to point here: the browser would take our answers for that site's.
-        if not is_loopback(_host_name(host)):
+        if not is_loopback(_host_name(host).lower()):
             raise ApiError(403, f"Host: {host[:60]!r} is not this machine; without --api-key-file only this machine is served", code="wrong_host")
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2] != host:
@@ -169,10 +183,9 @@ class EventStream:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
             async for piece in self._events:
-                async with asyncio.timeout(WRITE_TIMEOUT_S):
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except (Gone, TimeoutError):
+        except Gone:
             # An answer that is not complete has its connection closed.
             return
         finally:
@@ -197,15 +210,56 @@ def comment(text: str) -> bytes:
     return f": {text}\n\n".encode()
 
 
-def timed_protocol(timeout_s: float) -> type[H11Protocol]:
-    """Return the HTTP protocol, closing a connection whose request's head is not there after so many seconds."""
+def _n_untaken(transport: asyncio.Transport) -> int:
+    """Return how many bytes for a client wait in the process and in the kernel."""
+    (in_kernel,) = struct.unpack("i", fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4)))
+    return transport.get_write_buffer_size() + int(in_kernel)
+
+
+def timed_protocol(timeout_s: float, *, n_most: int) -> type[H11Protocol]:
+    """Return the HTTP protocol, closing connections that only hold what others need.
+
+    They are those above n_most, those whose request's head is not there after timeout_s, and those whose client takes nothing for WRITE_TIMEOUT_S.
+    """
 
     class TimedProtocol(H11Protocol):
         _timer: asyncio.TimerHandle | None = None
+        _write_timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            # Anything that a client does not take is told, see pause_writing.
+            transport.set_write_buffer_limits(high=0)
             self._look()
+            # Each takes a descriptor, and reading experts needs some.
+            if len(self.connections) > n_most:
+                transport.abort()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._await_taking()
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._stop_awaiting()
+
+        def _await_taking(self) -> None:
+            # Nothing is added while writing is paused: the rest is smaller if something was taken.
+            self._stop_awaiting()
+            self._write_timer = self.loop.call_later(WRITE_TIMEOUT_S, self._look_at_rest, _n_untaken(self.transport))
+
+        def _look_at_rest(self, before: int) -> None:
+            if _n_untaken(self.transport) < before:
+                self._await_taking()
+            else:
+                # To close would wait until the rest is taken, here and in the kernel.
+                self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGERING)
+                self.transport.abort()
+
+        def _stop_awaiting(self) -> None:
+            if self._write_timer is not None:
+                self._write_timer.cancel()
+                self._write_timer = None
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
@@ -213,6 +267,7 @@ def timed_protocol(timeout_s: float) -> type[H11Protocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop()
+            self._stop_awaiting()
             super().connection_lost(exc)
 
         def _look(self) -> None:

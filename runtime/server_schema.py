@@ -36,7 +36,7 @@ class ApiError(Exception):
 
     def __init__(self, status: int, message: str, *, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
+        self.status, self.message, self.kind, self.param, self.code = status, _sayable(message), kind, param and _sayable(param), code
 
     def body(self) -> Json:
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
@@ -52,6 +52,11 @@ class Field(NamedTuple):
 
     read: Callable[[Any, str], Any]
     schema: Json
+
+
+def _sayable(text: str) -> str:
+    """Return text that UTF-8 can hold: a key of a request may have lone surrogates."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _shown(value: Any) -> str:
@@ -115,7 +120,8 @@ def _read_stream_options(value: Any, name: str) -> bool:
     for key, item in value.items():
         if key != "include_usage" and item not in (None, False):
             raise refused(f"{name}.{key}"[:MAX_SHOWN_CHARS], "is not a field that is known here, expected include_usage")
-    return _read_boolean(value.get("include_usage") or False, f"{name}.include_usage")
+    asked = value.get("include_usage")
+    return asked is not None and _read_boolean(asked, f"{name}.include_usage")
 
 
 def nothing_but(*values: Any, why: str) -> Field:

@@ -4,21 +4,16 @@ What is on the device already comes first, then what the host pool holds, then w
 too long goes to another copy; without one the run ends. All state belongs to the thread that fetches. It never sees a hidden state.
 """
 
-import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from layout.direct import PAGE, Extent, probe_directory, round_up
-from layout.drives import DirectoryFacts, describe_directory, group_by_device
+from layout.drives import describe_directory
 from layout.prepared import Copies, Prepared
 from layout.reader import Completion, Reader, ReadRequest, why_slower
 from layout.record import RecordLayout
@@ -26,111 +21,19 @@ from manifests.errors import DamagedDataError
 from runtime.arena import Arena, CudaRegistrar
 from runtime.cache import ExpertKey, HostPool, SlotCache
 from runtime.device_slots import DeviceSlots, Upload, open_device_slots
-from runtime.schedule import Chunk, DriveFacts, Job, NoCopyLeft, Read, Scheduler, chunks_in_order_of_need
+from runtime.drives import Holders, depths_of, drive_facts
+from runtime.incoming import Incoming, LayerFetch, Phase, Ticket
+from runtime.schedule import Chunk, Job, NoCopyLeft, Read, Scheduler, chunks_in_order_of_need
 from runtime.stats import DriveCounts, ExpertCounts
 
-# Requests in flight on a drive that was not measured, and on a file system in memory.
-DEFAULT_DEPTH = 3
-RAM_DEPTH = 16
-MOST_DEPTH = 32
-# What one request reads of a file in memory, at least.
-_RAM_READ_BYTES_PER_S = 2.5e9
 # Host slots beside the pool, for records that are asked of another drive while a slow one may still write into theirs.
 _N_SPARE = 2
-# Experts that are handed out together, except for a layer's last: each group costs the host about a tenth of a millisecond.
-_LEAST_GROUP = 4
 # A layer's last records are read in chunks, so that its drives end together; those before them whole, each an arrival less to deal with.
 _N_IN_CHUNKS = 8
 # Records whose reads begin before the rest of a layer is looked at.
 _N_FIRST = 3
 _TICK_S = 0.1
 _ALARM_S = 10.0
-
-
-class Phase(Enum):
-    """What the engine is doing: it decides how records are cut and who may evict whom."""
-
-    PROMPT = "prompt"
-    DECODE = "decode"
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Incoming:
-    """A record that is being read into a host slot, `room`.
-
-    is_spare     whether the room is none of the pool's
-    is_wanted    whether a layer waits for it; a prefetch otherwise
-    expected     the hash that it must have, None if it is not looked at
-    arrived      chunks that are there and not uploaded yet
-    sources      drives that chunks came from
-    refused      drives that it is not asked of (again)
-    n_out        reads and hashes under way that use the room
-    is_dead      whether nobody waits for it any more: its room is free once n_out is 0
-    is_single    whether it is read whole from one drive at a time, because a record of several drives had a wrong hash
-    rival        the same record on its way from another drive
-    """
-
-    key: ExpertKey
-    room: int
-    is_spare: bool
-    is_wanted: bool
-    expected: str | None
-    job: Job | None = None
-    chunks: tuple[Chunk, ...] = ()
-    arrived: list[int] = field(default_factory=list)
-    sources: set[int] = field(default_factory=set)
-    refused: set[int] = field(default_factory=set)
-    paths: dict[int, Path] = field(default_factory=dict)
-    n_out: int = 0
-    is_dead: bool = False
-    is_single: bool = False
-    rival: "_Incoming | None" = None
-
-
-class _Ticket(NamedTuple):
-    """What travels with a read: whom it is for, and where it is counted, by drive and by tier."""
-
-    read: Read
-    incoming: _Incoming
-    counts: tuple[DriveCounts, DriveCounts]
-
-
-@dataclass(slots=True, eq=False)
-class _Layer:
-    """One layer's fetch: what it still waits for, and what is ready to be handed out.
-
-    wanted   asked for and not handed out yet
-    queue    those of them that have no host slot so far
-    hits     on the device since before
-    ready    on the device by now, or on their way to it
-    passing  used by too few rows to stay
-    began, first_read  when it began, and when its first read was handed to the reader, 0 before that
-    """
-
-    number: int
-    passing: frozenset[ExpertKey] = frozenset()
-    wanted: dict[ExpertKey, None] = field(default_factory=dict)
-    queue: deque[ExpertKey] = field(default_factory=deque)
-    hits: list[tuple[ExpertKey, int]] = field(default_factory=list)
-    ready: list[tuple[ExpertKey, int]] = field(default_factory=list)
-    last_by_drive: dict[int, float] = field(default_factory=dict)
-    began: float = 0.0
-    first_read: float = 0.0
-    waited_s: float = 0.0
-    n_alarms: int = 0
-
-    def next_group(self, *, is_pressed: bool) -> list[tuple[ExpertKey, int]]:
-        """Return what may be handed out: first what needs no upload, so that work on it waits for nothing, then a few at once.
-
-        is_pressed  whether what is ready stands in the way of what is to come
-        """
-        if self.hits:
-            group, self.hits = self.hits, []
-        elif is_pressed or len(self.ready) >= min(_LEAST_GROUP, len(self.wanted)):
-            group, self.ready = self.ready, []
-        else:
-            return []
-        return group
 
 
 class Store:
@@ -160,15 +63,15 @@ class Store:
         self.phase = Phase.PROMPT
         # Drives without a usable file are not read from, and have no threads. Indices from here on are into this list.
         self.drives = [n for n, holds in enumerate(copies.holds) if holds.any()]
-        self._holders = _Holders([copies.holds[n] for n in self.drives])
+        self._holders = Holders([copies.holds[n] for n in self.drives])
         directories = [prepared.drive_directories[n] for n in self.drives]
         self._names = [prepared.drive_name(n) for n in self.drives]
         self._tiers = [prepared.manifest.drives[n].tier for n in self.drives]
         self.modes = [probe_directory(directory) for directory in directories]
         limited = None if limits is None else [limits[n] for n in self.drives]
         described = [describe_directory(directory) for directory in directories]
-        self.depths = _depths(prepared, self.drives, described, limited)
-        facts = _drive_facts(prepared, self.drives, described, servers, limited, self.depths)
+        self.depths = depths_of(prepared, self.drives, described, limited)
+        facts = drive_facts(prepared, self.drives, described, servers, limited, self.depths)
         self._scheduler = Scheduler(facts, tier_caps=tier_caps)
         self._n_at_once = max(1, sum(self.depths) // 4)
 
@@ -190,16 +93,16 @@ class Store:
         self._reader = Reader(self.modes, self.depths, limits=None if limits is None else [limits[n] for n in self.drives])
         self._arrived: deque[Completion] = deque()
         self._counted: tuple[ExpertCounts | None, list[tuple[DriveCounts, DriveCounts]]] = (None, [])
-        self._incoming: dict[ExpertKey, _Incoming] = {}
+        self._incoming: dict[ExpertKey, Incoming] = {}
         # Dead, with a slot of the pool that a read may still write into.
-        self._draining: dict[ExpertKey, _Incoming] = {}
+        self._draining: dict[ExpertKey, Incoming] = {}
         # Device slots that uploads have begun to fill, and whole records that found no device slot yet: where they lie and who owns the place.
         self._landing: dict[ExpertKey, int] = {}
         self._whole_in_host: deque[tuple[ExpertKey, int, bool]] = deque()
         self._uploads: deque[tuple[Upload, ExpertKey, int, bool]] = deque()
         self._prefetched: set[ExpertKey] = set()
         self._spoilt: set[tuple[int, ExpertKey]] = set()
-        self._layer: _Layer | None = None
+        self._layer: LayerFetch | None = None
         self._n_begun = 0
         self._looked_at = 0.0
 
@@ -261,7 +164,7 @@ class Store:
         """
         assert self._layer is None, "one layer at a time"
         began, idle_before = time.perf_counter(), self.counts.idle_s
-        state = self._layer = _Layer(layer, frozenset(ExpertKey(layer, expert) for expert in passing), began=began)
+        state = self._layer = LayerFetch(layer, frozenset(ExpertKey(layer, expert) for expert in passing), began=began)
         try:
             self._begin_layer(state, [ExpertKey(layer, expert) for expert in experts])
             while state.wanted:
@@ -302,7 +205,7 @@ class Store:
             self.counts.n_prefetch_issued += 1
         self._start(time.perf_counter())
 
-    def _begin_layer(self, state: _Layer, keys: list[ExpertKey]) -> None:
+    def _begin_layer(self, state: LayerFetch, keys: list[ExpertKey]) -> None:
         """Sort what is needed by where it is; uploads and reads are under way afterwards, as far as there is room."""
         is_prompt, counts = self.phase is Phase.PROMPT, self.counts
         counts.needed.update(keys)
@@ -343,7 +246,7 @@ class Store:
                 if key not in hits and key not in state.passing:
                     self._host.lacked(key)
 
-    def _pump(self, state: _Layer) -> None:
+    def _pump(self, state: LayerFetch) -> None:
         """Do all that can be done without waiting. Reads start first, uploads follow: the drives should never be idle."""
         self._drain()
         self._give_rooms(state)
@@ -351,7 +254,7 @@ class Store:
         while self._whole_in_host and self._upload_whole(*self._whole_in_host[0]):
             self._whole_in_host.popleft()
 
-    def _wait(self, state: _Layer) -> None:
+    def _wait(self, state: LayerFetch) -> None:
         """Wait for an arrival, or a little; report what is late."""
         if state.queue and self._uploads:
             # A host slot is needed, and the next to be free is the one of the oldest upload.
@@ -389,7 +292,7 @@ class Store:
 
     # Reading.
 
-    def _give_rooms(self, state: _Layer, *, at_most: int | None = None) -> None:
+    def _give_rooms(self, state: LayerFetch, *, at_most: int | None = None) -> None:
         is_prompt, n_left = self.phase is Phase.PROMPT, len(state.queue) if at_most is None else at_most
         while n_left and state.queue and self._give_room(state.queue[0], is_prompt):
             state.queue.popleft()
@@ -412,7 +315,7 @@ class Store:
         self._n_begun += 1
         is_verified = self._verify_every > 0 and self._n_begun % self._verify_every == 0
         expected = self._prepared.hashes.get(*key) if is_verified else None
-        incoming = _Incoming(key=key, room=room, is_spare=is_spare, is_wanted=is_wanted, expected=expected)
+        incoming = Incoming(key=key, room=room, is_spare=is_spare, is_wanted=is_wanted, expected=expected)
         rival = self._incoming.get(key)
         if rival is None:
             self._incoming[key] = incoming
@@ -423,7 +326,7 @@ class Store:
         is_late = self.phase is Phase.DECODE and (self._layer is None or len(self._layer.queue) <= _N_IN_CHUNKS)
         self._ask(incoming, self._chunks if is_late else self._whole)
 
-    def _ask(self, incoming: _Incoming, chunks: tuple[Chunk, ...]) -> None:
+    def _ask(self, incoming: Incoming, chunks: tuple[Chunk, ...]) -> None:
         """Have a record read in these chunks. Raises DamagedDataError if it is needed and no drive is left to ask."""
         drives = tuple(drive for drive in self._sources(incoming.key) if drive not in incoming.refused)
         if not drives:
@@ -438,9 +341,9 @@ class Store:
         requests, counted = [], self._counted_by_drive()
         for read in self._scheduler.starts(now):
             incoming, drive = read.job.tag, read.drive
-            assert isinstance(incoming, _Incoming)
+            assert isinstance(incoming, Incoming)
             chunk = incoming.chunks[read.chunk]
-            ticket = _Ticket(read, incoming, counted[drive])
+            ticket = Ticket(read, incoming, counted[drive])
             for count in ticket.counts:
                 count.begin(now)
             incoming.n_out += 1
@@ -466,13 +369,13 @@ class Store:
         while self._arrived:
             done = self._arrived.popleft()
             tag = done.request.tag
-            if isinstance(tag, _Ticket):
+            if isinstance(tag, Ticket):
                 self._take_read(done, tag)
             else:
-                assert isinstance(tag, _Incoming)
+                assert isinstance(tag, Incoming)
                 self._take_hash(done, tag)
 
-    def _take_read(self, done: Completion, ticket: _Ticket) -> None:
+    def _take_read(self, done: Completion, ticket: Ticket) -> None:
         read, incoming = ticket.read, ticket.incoming
         ended = done.ended
         incoming.n_out -= 1
@@ -488,7 +391,7 @@ class Store:
                 self._take_chunk(incoming, read, ended, is_last)
         self._retire_if_over(incoming)
 
-    def _take_chunk(self, incoming: _Incoming, read: Read, ended: float, is_last: bool) -> None:
+    def _take_chunk(self, incoming: Incoming, read: Read, ended: float, is_last: bool) -> None:
         incoming.sources.add(read.drive)
         incoming.arrived.append(read.chunk)
         if self._layer is not None and incoming.is_wanted:
@@ -501,14 +404,14 @@ class Store:
             incoming.n_out += 1
             self._check(incoming)
 
-    def _check(self, incoming: _Incoming) -> None:
+    def _check(self, incoming: Incoming) -> None:
         """Have a whole record's hash checked; it comes back among the arrivals."""
         drive = min(incoming.sources)
         extent = self._prepared.expert_extent(self.drives[drive], *incoming.key)
         record = self.arena.slot(incoming.room)[: self._n_bytes]
         self._reader.check(ReadRequest(incoming, drive, extent, record, incoming.expected))
 
-    def _take_hash(self, done: Completion, incoming: _Incoming) -> None:
+    def _take_hash(self, done: Completion, incoming: Incoming) -> None:
         incoming.n_out -= 1
         self.counts.n_verified += 1
         if not incoming.is_dead:
@@ -518,7 +421,7 @@ class Store:
                 self._take_wrong_hash(incoming, done.error)
         self._retire_if_over(incoming)
 
-    def _complete(self, incoming: _Incoming) -> None:
+    def _complete(self, incoming: Incoming) -> None:
         """A record is whole in its room, and what it was is right."""
         if incoming.rival is not None:
             self._kill(incoming.rival)
@@ -536,7 +439,7 @@ class Store:
         if not incoming.is_spare:
             self._host.passed_to_device(incoming.key)
 
-    def _want(self, incoming: _Incoming) -> None:
+    def _want(self, incoming: Incoming) -> None:
         """A prefetch that has not ended is needed."""
         incoming.is_wanted = True
         self._host.find(incoming.key)
@@ -558,7 +461,7 @@ class Store:
 
     # Failures.
 
-    def _take_failure(self, error: Exception, ticket: _Ticket, ended: float) -> None:
+    def _take_failure(self, error: Exception, ticket: Ticket, ended: float) -> None:
         if not isinstance(error, OSError | DamagedDataError):
             raise error
         incoming, drive = ticket.incoming, ticket.read.drive
@@ -575,7 +478,7 @@ class Store:
         if ticket.read.job.is_cancelled and not incoming.is_dead:
             self._kill(incoming)
 
-    def _take_wrong_hash(self, incoming: _Incoming, error: Exception) -> None:
+    def _take_wrong_hash(self, incoming: Incoming, error: Exception) -> None:
         if len(incoming.sources) > 1:
             names = ", ".join(self._names[drive] for drive in sorted(incoming.sources))
             key = incoming.key
@@ -591,14 +494,14 @@ class Store:
             self._remark(incoming.key, drive, f"{error}; trying another copy")
         self._try_again(incoming)
 
-    def _try_again(self, incoming: _Incoming) -> None:
+    def _try_again(self, incoming: Incoming) -> None:
         """Read a record anew from the drives that have not failed it. Raises DamagedDataError if there are none and it is needed."""
         assert not incoming.n_out or not incoming.is_single
         incoming.arrived.clear()
         incoming.sources.clear()
         self._ask(incoming, self._whole if incoming.is_single else incoming.chunks)
 
-    def _give_up(self, incoming: _Incoming) -> None:
+    def _give_up(self, incoming: Incoming) -> None:
         """No drive can deliver this. Raises DamagedDataError if it is needed and no rival is on its way."""
         has_rival, is_wanted, key = incoming.rival is not None, incoming.is_wanted, incoming.key
         self._kill(incoming)
@@ -611,7 +514,7 @@ class Store:
     def _take_slow(self, read: Read, now: float) -> None:
         """Ask another copy for a record that a drive does not deliver; whichever is whole first is used."""
         incoming, drive = read.job.tag, read.drive
-        assert isinstance(incoming, _Incoming)
+        assert isinstance(incoming, Incoming)
         if incoming.is_dead:
             return
         for count in self._counted_by_drive()[drive]:
@@ -623,7 +526,7 @@ class Store:
         if has_other and incoming.is_wanted and incoming.rival is None and self._spares:
             self._expect(incoming.key, self._spares.pop(), is_spare=True, is_wanted=True, without=drive)
 
-    def _kill(self, incoming: _Incoming) -> None:
+    def _kill(self, incoming: Incoming) -> None:
         """Nobody waits for this record any more: its room is free as soon as nothing writes into it."""
         if incoming.is_dead:
             return
@@ -642,7 +545,7 @@ class Store:
             self._draining[key] = incoming
         self._retire_if_over(incoming)
 
-    def _retire_if_over(self, incoming: _Incoming) -> None:
+    def _retire_if_over(self, incoming: Incoming) -> None:
         if not incoming.is_dead or incoming.n_out:
             return
         if incoming.is_spare:
@@ -653,12 +556,12 @@ class Store:
     def _remark(self, key: ExpertKey, drive: int, what: str) -> None:
         self._on_remark(f"layer {key.layer} expert {key.expert} on {self._names[drive]}: {what}")
 
-    def _alarm(self, state: _Layer) -> str:
+    def _alarm(self, state: LayerFetch) -> str:
         """Say what a layer has been waiting for."""
         asked: dict[str, set[int]] = {}
         for read in self._scheduler.reads:
             incoming = read.job.tag
-            assert isinstance(incoming, _Incoming)
+            assert isinstance(incoming, Incoming)
             if incoming.key in state.wanted and not incoming.is_dead:
                 asked.setdefault(self._names[read.drive], set()).add(incoming.key.expert)
         others = sorted({key.expert for key in state.wanted}.difference(*asked.values()) - {key.expert for key, _ in (*state.hits, *state.ready)})
@@ -689,7 +592,7 @@ class Store:
                 self._device_slots.begin(slot)
         return slot
 
-    def _upload_arrived(self, incoming: _Incoming) -> None:
+    def _upload_arrived(self, incoming: Incoming) -> None:
         """Upload the chunks that are there, if the record is needed and the device has a slot for it."""
         if not incoming.is_wanted or (slot := self._land(incoming.key)) is None:
             return
@@ -720,7 +623,7 @@ class Store:
         else:
             self._host.unpin(key)
 
-    def _count_last(self, state: _Layer) -> None:
+    def _count_last(self, state: LayerFetch) -> None:
         by_time = sorted(state.last_by_drive.items(), key=lambda item: item[1])
         if not by_time:
             return
@@ -733,7 +636,7 @@ class Store:
             count.n_last += 1
             count.last_by_s += by_s
 
-    def _end_layer(self, state: _Layer) -> None:
+    def _end_layer(self, state: LayerFetch) -> None:
         """Leave nothing pinned, also if the layer was broken off."""
         self._layer = None
         if not state.wanted:
@@ -751,61 +654,6 @@ class Store:
         for key, room, is_spare in self._whole_in_host:
             self._free(key, room, is_spare)
         self._whole_in_host.clear()
-
-
-class _Holders:
-    """Which drives hold an expert, found quickly."""
-
-    def __init__(self, holds: Sequence[np.ndarray]) -> None:
-        # One bit per drive.
-        masks = np.zeros(holds[0].shape, np.int64)
-        for n, held in enumerate(holds):
-            masks |= held.astype(np.int64) << n
-        self._drives_of = {int(mask): tuple(n for n in range(len(holds)) if mask >> n & 1) for mask in np.unique(masks)}
-        self._masks = [[int(mask) for mask in row] for row in masks]
-
-    def __getitem__(self, key: ExpertKey) -> tuple[int, ...]:
-        return self._drives_of[self._masks[key.layer][key.expert]]
-
-
-def _depths(prepared: Prepared, drives: Sequence[int], facts: Sequence[DirectoryFacts], limits: Sequence[float | None] | None) -> list[int]:
-    """Return how many requests each drive has in flight at most."""
-    profiles, slowed = [prepared.manifest.drives[n].profile for n in drives], limits or [None] * len(drives)
-    return [
-        min(MOST_DEPTH, profile.depth) if profile else _unmeasured_depth(fact, limit)
-        for profile, fact, limit in zip(profiles, facts, slowed, strict=True)
-    ]
-
-
-def _n_ahead(depth: int) -> int:
-    """Return how many requests wait at a drive beyond those in flight, so that it does not idle while the engine is busy with an arrival."""
-    return 1 + depth // 4
-
-
-def _drive_facts(
-    prepared: Prepared,
-    drives: Sequence[int],
-    facts: Sequence[DirectoryFacts],
-    servers: Sequence[int] | None,
-    limits: Sequence[float | None] | None,
-    depths: Sequence[int],
-) -> list[DriveFacts]:
-    """Return what is known of the drives. Rates count only if all are known: a measured one is not to be compared with a guess."""
-    numbers = group_by_device(facts) if servers is None else [servers[n] for n in drives]
-    dense = {number: n for n, number in enumerate(dict.fromkeys(numbers))}
-    profiles = [prepared.manifest.drives[n].profile for n in drives]
-    rates = [profile.read_bytes_per_s if profile else limit for profile, limit in zip(profiles, limits or [None] * len(drives), strict=True)]
-    return [
-        DriveFacts(dense[number], prepared.manifest.drives[n].tier, depth + _n_ahead(depth), rate if all(rates) else None)
-        for n, number, depth, rate in zip(drives, numbers, depths, rates, strict=True)
-    ]
-
-
-def _unmeasured_depth(facts: DirectoryFacts, limit: float | None) -> int:
-    """Return how many requests saturate a drive that nobody measured. One that is slowed down needs no more than bring it to its limit."""
-    if not facts.is_ram_backed:
-        return DEFAULT_DEPTH
-    return RAM_DEPTH if limit is None else min(RAM_DEPTH, max(DEFAULT_DEPTH, math.ceil(limit / _RAM_READ_BYTES_PER_S)))
 
 
 def _size(chunk: Chunk) -> int:

@@ -14,9 +14,10 @@ from manifests.geometry import load_geometry
 from runtime.cache import ExpertKey, SlotCache
 from runtime.decode import LEAST_RETAINING_ROWS, Decoder
 from runtime.engine import Engine, Options
+from runtime.incoming import Phase
 from runtime.kernels.rows import TILE_ROWS
 from runtime.state import KdaState, State, rewind_bytes
-from runtime.store import Phase, Store
+from runtime.store import Store
 
 N_POSITIONS = 200
 # What the text is when a block begins that will be cut.

@@ -92,6 +92,18 @@ def test_a_terminal_shows_reasoning_dim_and_obeys_nothing_that_the_model_says() 
     assert shown.getvalue() == "\x1b[2mhm [bold]\x1b[0m\na␛]0;title␇b\ufffd31m [red]  c\n"
 
 
+def test_remarks_and_reasoning_that_a_terminal_shows_beside_redirected_answers_steer_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, kept = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setattr(sys, "stdout", kept)
+    monkeypatch.setattr(shown, "isatty", lambda: True)
+    screen = Screen(Console(highlight=False))
+    screen.show({"reasoning_content": "hm\x1b[2J"})
+    screen.note("of digest \x1b[31m")
+    screen.show({"content": "a\x1b"})
+    assert shown.getvalue() == "hm␛[2J\nof digest ␛[31m\n" and kept.getvalue() == "a\x1b"
+
+
 CTRL_C = "\x03"
 
 

@@ -256,6 +256,7 @@ TWO_CALLS = calling(call("c1"), call("c2", "g"))
         ([calling(call(""))], r"messages\[0\]\.tool_calls\[0\]\.id: is empty"),
         ([calling(call("c", ""))], r"messages\[0\]\.tool_calls\[0\]\.function\.name: is empty"),
         ([calling({**call("c"), "type": "custom"})], r"messages\[0\]\.tool_calls\[0\]\.type: is 'custom', expected 'function'"),
+        ([calling({**call("c"), "index": -1})], r"messages\[0\]\.tool_calls\[0\]\.index: is number, expected a whole number of at least 0"),
         (
             [calling({"id": "c", "function": {"name": "f", "arguments": {}}})],
             r"messages\[0\]\.tool_calls\[0\]\.function\.arguments: is object, expected a string",
@@ -266,6 +267,7 @@ TWO_CALLS = calling(call("c1"), call("c2", "g"))
         ),
         ([result("c1")], r"messages\[0\]\.tool_call_id: 'c1' is no call of the assistant's latest message, expected a message of the assistant with"),
         ([TWO_CALLS, result("c3")], r"messages\[1\]\.tool_call_id: 'c3' is no call .*expected 'c1' or 'c2'"),
+        ([calling(*(call(f"c{n}") for n in range(11))), result("x")], r".* expected 'c0', .*, 'c8', 'c9' or another one$"),
         ([TWO_CALLS, result("c1"), calling(call("d")), result("c2")], r"messages\[3\]\.tool_call_id: 'c2' is no call .*expected 'd'"),
         ([TWO_CALLS, {"role": "assistant", "content": "x"}, result("c1")], r"messages\[2\]\.tool_call_id: 'c1' is no call"),
         ([TWO_CALLS, result("c2"), result("c1"), result("c2")], r"messages\[3\]\.tool_call_id: answers the same call as messages\[1\]"),
@@ -273,12 +275,17 @@ TWO_CALLS = calling(call("c1"), call("c2", "g"))
         ([TWO_CALLS, result("c2", name="f")], r"messages\[1\]\.name: is 'f', but the call 'c2' is of 'g'"),
         ([TWO_CALLS, result("c1", None)], r"messages\[1\]\.content: is null"),
         ([{"role": "system", "content": "x", "tools": [tool()]}], r"messages\[0\]\.tools: come with content or a name"),
+        ([{"role": "system", "tools": ""}], r"messages\[0\]\.tools: is string, expected an array"),
         ([{"role": "system", "tools": [{"type": "function"}]}], r"messages\[0\]\.tools\[0\]\.function: is missing"),
     ],
 )
 def test_bad_messages_are_refused_by_index_and_field(messages: Any, message: str) -> None:
     with pytest.raises(BadInputError, match=f"^{message}"):
         parse_chat({"messages": messages})
+
+
+def schema_format(**fields: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"schema": {}} | fields}
 
 
 @pytest.mark.parametrize(
@@ -294,6 +301,7 @@ def test_bad_messages_are_refused_by_index_and_field(messages: Any, message: str
         ({"tool_choice": tool()}, r"tool_choice: is object, expected"),
         ({"tool_choice": "required"}, r"tool_choice: is 'required' in a request without tools"),
         ({"tools": {"a": 1}}, r"tools: is object, expected an array"),
+        ({"tools": False}, r"tools: is boolean, expected an array"),
         ({"tools": [tool(), "f"]}, r"tools\[1\]: is string, expected an object"),
         ({"tools": [{"type": "web_search"}]}, r"tools\[0\]\.type: is 'web_search', expected 'function'"),
         ({"tools": [{"function": {"name": "f"}}]}, r"tools\[0\]\.type: is missing, expected 'function'"),
@@ -306,6 +314,9 @@ def test_bad_messages_are_refused_by_index_and_field(messages: Any, message: str
         ({"response_format": {"type": "xml"}}, r"response_format\.type: is 'xml', expected"),
         ({"response_format": {"type": "json_schema"}}, r"response_format\.json_schema: is missing, expected an object"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "r"}}}, r"response_format\.json_schema\.schema: is missing"),
+        ({"response_format": schema_format(name=["r"])}, r"response_format\.json_schema\.name: is array, expected a string"),
+        ({"response_format": schema_format(description=5)}, r"response_format\.json_schema\.description: is number, expected a string"),
+        ({"response_format": schema_format(strict="yes")}, r"response_format\.json_schema\.strict: is 'yes', expected true or false"),
         ({"response_format": {"type": "json_object", "json_schema": {"name": "r"}}}, r"response_format\.json_schema: comes with type 'json_object'"),
     ],
 )

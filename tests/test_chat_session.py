@@ -164,6 +164,7 @@ def test_a_saved_conversation_is_loaded_and_goes_on_the_same(engine: ServingEngi
         ('{"format": "ktier chat 2"}', "expected an object with format 'ktier chat 1'"),
         ('{"format": "ktier chat 1"}', "expected format, model and messages"),
         ({"model": "another"}, "conversation with another model, of digest another"),
+        ({"model": ["a"] * 10_000}, "conversation with another model, of digest unknown; this one's"),
         ({"messages": {}}, "messages"),
         ({"messages": "hi"}, "messages: is string, expected an array"),
         ({"messages": [{"role": "wizard"}]}, r"messages\[0\].role: is 'wizard'"),

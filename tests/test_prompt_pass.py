@@ -13,6 +13,7 @@ from torch import Tensor
 
 from manifests.geometry import load_geometry
 from runtime.engine import DEFAULT_CHUNK, Engine, Options, PromptProgress
+from runtime.incoming import Phase
 from runtime.kernels.rows import TILE_ROWS, Arithmetic
 from runtime.live import prompt_line
 from runtime.memory import GPU_RESERVE_BYTES
@@ -20,7 +21,6 @@ from runtime.prompt import ExpertTables, PromptPass, neighbours, prompt_bytes, r
 from runtime.rig import Rig, Setting
 from runtime.sampler import Sampler
 from runtime.state import MlaState
-from runtime.store import Phase
 from runtime.synthetic import EmulatedDrive
 
 TOLERANCE = 2e-4

@@ -17,11 +17,11 @@ from manifests.load import load_manifest
 from manifests.manifest import Manifest
 from runtime.decode import LayerFacts
 from runtime.engine import Engine, Options
+from runtime.incoming import Phase
 from runtime.kernels.rows import Arithmetic
 from runtime.model import IndexedMlaState, Model
 from runtime.saved_state import SavedState, made_on, new_ids, on_device, read_state, write_state
 from runtime.state import KdaState, MlaState, State
-from runtime.store import Phase
 
 N_SAVED, N_PROMPT, N_REPLY = 21, 40, 12
 
@@ -251,7 +251,7 @@ def with_tensor(name: str, function: Callable[[Tensor], Tensor]) -> Callable[[di
         (with_value("logits", torch.nan), "logits holds values that are no numbers"),
         (with_value("ids", 512), "ids holds 512, but token numbers go from 0 to 511"),
         (with_value("ids", -1), "ids holds -1"),
-        (with_tensor("3.latent", lambda x: x[:, :-1]), "3.latent is F32 \\[1, 20, 32\\], expected F32 \\[1, 21, 32\\]; 1 faults in all"),
+        (with_tensor("3.latent", lambda x: x[:, :-1]), "3.latent is F32 \\[1, 20, 32\\], expected F32 \\[1, 21, 32\\]; 1 fault in all"),
         (with_tensor("0.memory", lambda x: x.transpose(0, 1)), "0.memory is F32 \\[4, 1, 32, 32\\], expected F32 \\[1, 4, 32, 32\\]"),
         (with_tensor("0.memory", Tensor.half), "0.memory is F16 \\[1, 4, 32, 32\\], expected F32"),
         (with_tensor("logits", Tensor.double), "logits is F64 \\[512\\], expected F32"),
@@ -259,8 +259,8 @@ def with_tensor(name: str, function: Callable[[Tensor], Tensor]) -> Callable[[di
         (with_tensor("ids", lambda x: x[None]), "ids is I64 \\[1, 21\\], expected I64 \\[tokens\\]"),
         (with_tensor("ids", lambda x: x[:0]), "ids is I64 \\[0\\], expected I64 \\[tokens\\]"),
         (lambda t, f: t.pop("ids"), "ids is nothing \\[\\], expected I64 \\[tokens\\]"),
-        (lambda t, f: t.pop("9.k_rot"), "9.k_rot is missing; 1 faults in all"),
-        (lambda t, f: t.update({"10.memory": t["0.memory"].clone()}), "10.memory is unknown; 1 faults in all"),
+        (lambda t, f: t.pop("9.k_rot"), "9.k_rot is missing; 1 fault in all"),
+        (lambda t, f: t.update({"10.memory": t["0.memory"].clone()}), "10.memory is unknown; 1 fault in all"),
         (lambda t, f: f.update(format="ktier state 2"), "format is 'ktier state 2', expected 'ktier state 1'"),
         (lambda t, f: f.pop("xxh3_128"), "does not say how it was made"),
         (lambda t, f: f.pop("made_on"), "does not say how it was made"),

@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import json
 import re
+import select
 import shutil
 import socket
 import sys
@@ -19,13 +20,14 @@ import pytest
 from conftest import DATA
 from inside import krun
 from placing import add_copies, place
-from serving import CHAT, COMPLETION, HTTP, Served, cut_off, eventually, outlast_storms, serving, serving_inside, text
+from serving import CHAT, COMPLETION, HTTP, Client, Served, cut_off, eventually, outlast_storms, serving, serving_inside, text
 
 from manifests.errors import UsageError
 from runtime.cli.serve import serve_command
 from runtime.engine import Options
 from runtime.prefixes import ServingEngine
 from runtime.server import HEARTBEAT_S
+from runtime.server_http import bind, listen
 from runtime.server_metrics import Metrics
 from runtime.tokens import load_tokenizer
 
@@ -77,6 +79,9 @@ BAD = {
     "logprobs of a chat": (CHAT, chat(logprobs=5), "logprobs", "true or false"),
     "top_logprobs alone": (CHAT, chat(top_logprobs=5), "top_logprobs", "without logprobs"),
     "stop": (CHAT, chat(stop=[""]), "stop", "1 to 1000"),
+    "usage is no boolean": (COMPLETION, text(stream=True, stream_options={"include_usage": 0}), "stream_options.include_usage", "true or false"),
+    "field with a surrogate": (COMPLETION, text(**{"\ud800": 1}), "\\ud800", "not a field that is known"),
+    "option with a surrogate": (CHAT, chat(stream=True, stream_options={"\ud800": 1}), "stream_options.\\ud800", "not a field that is known"),
     "stream options": (CHAT, chat(stream_options={"include_usage": True}), "stream_options", "without stream"),
     "no prompt": (COMPLETION, {"max_tokens": 1}, "prompt", "missing"),
     "empty prompt": (COMPLETION, text(prompt=""), "prompt", "empty"),
@@ -127,7 +132,7 @@ def test_wrong_paths_and_methods_are_told_in_the_same_form(served: Served) -> No
     check_refused(HTTP.get(f"{served.url}{CHAT}"), 405, None, "GET")
 
 
-def connected(served: Served) -> socket.socket:
+def connected(served: Client) -> socket.socket:
     host, port = served.url.removeprefix("http://").split(":")
     return socket.create_connection((host, int(port)), timeout=10)
 
@@ -169,12 +174,39 @@ def test_clients_that_drip_or_say_nothing_are_given_up(served: Served) -> None:
     assert half_body.startswith(b"HTTP/1.1 408") and b"did not arrive" in half_body
 
 
+def is_closed(client: socket.socket) -> bool:
+    """Whether the server has closed a connection, of which nothing is read to find out."""
+    poll = select.poll()
+    poll.register(client, select.POLLRDHUP)
+    return bool(poll.poll(0))
+
+
+def test_a_client_that_takes_nothing_of_its_answer_is_given_up(extractions: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.server_http.WRITE_TIMEOUT_S", 0.2)
+    body = json.dumps({"tokens": [500] * 400_000}).encode()
+    with serving_inside(extractions[NAME]) as served, connected(served) as client:
+        client.sendall(b"POST /detokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        eventually(lambda: is_closed(client))
+        assert len(served.post("/detokenize", content=body).json()["prompt"]) == 400_000 * len("<|reserved_token_500|>")
+
+
+def test_connections_above_a_number_are_closed(extractions: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.server.MOST_CONNECTIONS", 4)
+    with serving_inside(extractions[NAME]) as served:
+        eventually(lambda: HTTP.get(f"{served.url}/health").status_code == 200)
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(connected(served)) for _ in range(20)]
+            eventually(lambda: sum(map(is_closed, clients)) == 12)
+        eventually(lambda: HTTP.get(f"{served.url}/health").status_code == 200)
+
+
 @pytest.mark.parametrize("headers", [{"Host": "evil.example"}, {"Origin": "https://evil.example"}])
 def test_web_pages_of_others_are_not_answered(served: Served, headers: dict[str, str]) -> None:
     check_refused(served.post(COMPLETION, text(), headers=headers), 403, None, "without --api-key-file")
 
 
 def test_a_page_of_our_own_is_answered(served: Served) -> None:
+    assert served.post(COMPLETION, text(), headers={"Host": "LOCALHOST"}).status_code == 200
     assert served.post(COMPLETION, text(), headers={"Origin": served.url}).status_code == 200
 
 
@@ -331,6 +363,20 @@ def test_a_port_that_is_taken_is_told_at_once(extractions: dict[str, Path]) -> N
     with socket.create_server(("127.0.0.1", 0)) as taken:
         outcome = krun("serve", "-m", extractions[NAME], "--port", taken.getsockname()[1])
     assert outcome.code == 2 and "give another port" in outcome.err, outcome
+
+
+def test_a_port_belongs_to_one_server_while_it_does_not_listen_yet() -> None:
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(UsageError, match="give another port"):
+            bind("127.0.0.1", port)
+        listen(first)
+        client = socket.create_connection(("127.0.0.1", port))
+        # The side that closes first keeps the port for a while.
+        first.accept()[0].close()
+        client.close()
+    with bind("127.0.0.1", port) as second:
+        listen(second)
 
 
 def test_others_are_served_with_keys_alone(extractions: dict[str, Path], tmp_path: Path) -> None:

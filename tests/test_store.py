@@ -21,8 +21,9 @@ from layout.record import expert_file_name
 from manifests.errors import DamagedDataError
 from manifests.manifest import Drive
 from runtime.cache import ExpertKey
+from runtime.incoming import Phase
 from runtime.stats import ExpertCounts, new_counts
-from runtime.store import Phase, Store
+from runtime.store import Store
 
 N_BYTES = 9792
 N_EXPERTS = 16
@@ -406,9 +407,12 @@ def test_a_read_that_hangs_comes_from_the_other_copy_and_its_slot_is_not_used_me
     store = model.store(n_device=3, n_host=3, servers=(0, 1))
     model.fetch(store, 1, ALL)
     stall(model.path(0, 2, 5))
-    for _ in range(3):
+    # Until it is the first drive's turn to deliver it.
+    for _ in range(50):
         for layer in LAYERS:
             model.fetch(store, layer, ALL)
+        if store.counts.drives[0].n_slow:
+            break
     assert store.counts.drives[0].n_slow >= 1
     assert any("layer 2 expert 5" in remark and "no answer for" in remark for remark in model.remarks)
     # The slow read may write into its slot yet.

@@ -69,7 +69,7 @@ def chat_command(
     device: DeviceOption = None,
     vram_cache: Annotated[str, VRAM_OPTION] = AUTO,
     host_pool: Annotated[str, HOST_OPTION] = AUTO,
-    chunk: Annotated[int, typer.Option(min=1, help="Tokens per piece of the prompt pass.")] = DEFAULT_CHUNK,
+    chunk: Annotated[int, typer.Option("--prefill-chunk", "--chunk", min=1, help="The most tokens the prompt pass takes at a time.")] = DEFAULT_CHUNK,
     exact_prefill: Annotated[bool, typer.Option("--exact-prefill", help="Use the decode arithmetic in the prompt pass too.")] = False,
     verify_reads: Annotated[int, VERIFY_OPTION] = VERIFY_EVERY,
     prefetch: Annotated[int, PREFETCH_OPTION] = 0,
@@ -106,12 +106,12 @@ def _settings_lines(session: ChatSession) -> Iterator[str]:
 
 
 class Screen:
-    """Where answers and remarks go. On a terminal what would steer it is shown instead."""
+    """Where answers and remarks go. On a terminal, whichever of both it is, what would steer it is shown instead."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self.is_terminal = self._console.is_terminal
-        self.live = LiveLine(is_shown=self.is_terminal and sys.stderr.isatty())
+        self.is_terminal, self._is_remark_seen = self._console.is_terminal, sys.stderr.isatty()
+        self.live = LiveLine(is_shown=self.is_terminal and self._is_remark_seen)
         self._field, self._is_in_line = "", False
 
     def show(self, delta: dict[str, Any]) -> None:
@@ -128,7 +128,7 @@ class Screen:
         if self.is_terminal:
             self._console.out(text.translate(_SHOWN), style="dim" if is_reasoning else None, end="")
         elif is_reasoning:
-            sys.stderr.write(text)
+            sys.stderr.write(self._remark(text))
             sys.stderr.flush()
         else:
             write_text(text)
@@ -144,7 +144,10 @@ class Screen:
     def note(self, text: str) -> None:
         """Print a remark below what is shown."""
         self.end()
-        note(text.translate(_SHOWN) if self.is_terminal else text)
+        note(self._remark(text))
+
+    def _remark(self, text: str) -> str:
+        return text.translate(_SHOWN) if self._is_remark_seen else text
 
 
 def answer(session: ChatSession, screen: Screen, text: str, *, check: Callable[[], None]) -> None:

@@ -62,7 +62,10 @@ def generate_command(
     vram_cache: Annotated[str, VRAM_OPTION] = AUTO,
     host_pool: Annotated[str, HOST_OPTION] = AUTO,
     chunk: Annotated[int, typer.Option("--prefill-chunk", "--chunk", min=1, help="The most tokens the prompt pass takes at a time.")] = DEFAULT_CHUNK,
-    state_in: Annotated[Path | None, typer.Option(metavar="F", help="A state from --state-out. The prompt begins with the saved one; only what follows it is computed.")] = None,
+    state_in: Annotated[
+        Path | None,
+        typer.Option(metavar="F", help="A state from --state-out. The prompt begins with the saved one; only what follows it is computed."),
+    ] = None,
     state_out: Annotated[Path | None, typer.Option(metavar="F", help="Where the state after the prompt goes.")] = None,
     long_context: Annotated[str | None, LONG_CONTEXT_OPTION] = None,
     exact_prefill: Annotated[bool, typer.Option("--exact-prefill", help="Use the decode arithmetic in the prompt pass too.")] = False,

@@ -24,7 +24,7 @@ from runtime.engine import DEFAULT_CHUNK, Options
 from runtime.memory import AUTO
 from runtime.prefixes import ServingEngine, kept_bytes
 from runtime.server import Server, ServerOptions
-from runtime.server_http import bind, is_loopback
+from runtime.server_http import bind, is_loopback, listen
 from runtime.tokens import load_tokenizer
 
 LEAST_KEY_CHARS = 8
@@ -77,7 +77,7 @@ def serve_command(
         )
         note(f"{len(keys)} API keys" if keys else "no API key; this machine alone is answered")
         # From the line below on, who connects is answered.
-        listener.listen()
+        listen(listener)
         address = listener.getsockname()
         url = f"http://{f'[{host}]' if ':' in host else host}:{address[1]}"
         note(f"state and chat in a browser: {url}/")
