@@ -36,4 +36,7 @@ PY
 run krun score --checkpoint "$out/checkpoint" --ids-file "$out/ids.safetensors" --out "$out/unquantised.safetensors"
 run krun score -m "$out/model" --ids-file "$out/ids.safetensors" --against "$out/unquantised.safetensors"
 
-printf '\nAll of it but the copies in memory is in %s; remove it with make clean.\n' "$out"
+step "7. Give the memory back: place every expert on the disk alone, so that the model stays whole"
+run kprep place "$out/model" --tier "B=$out/disk"
+
+printf '\nThe model is in %s. To try next:\n  %s\n  %s\nRemove it with: rm -r %s\n' "$out" "$bin/krun chat -m $out/model -n 40" "$bin/kprep verify-hashes $out/model" "$out"

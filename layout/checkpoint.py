@@ -19,6 +19,7 @@ import xxhash
 from layout.config import ConfigFacts, read_config
 from layout.direct import Extent, ReadMode, probe_directory
 from layout.record import SEGMENT_NAMES, RecordLayout, record_layout
+from layout.sizes import counted
 from layout.tensors import FLOAT_DTYPES, SpineTensor, expert_tensor, expert_tensor_names, is_vision, spine_tensors
 from manifests.errors import BadInputError, listed
 from manifests.geometry import Geometry
@@ -123,7 +124,7 @@ def open_checkpoint(directory: Path, *, saved_headers: Mapping[str, Path] = Mapp
     expected_elsewhere = {name for name, shard in (weight_map or {}).items() if shard in unread}
     faults += _tensor_faults(facts.geometry, tensors, expected_elsewhere)
     if faults:
-        raise BadInputError(listed(faults, f"{directory}: the checkpoint cannot be used; {len(faults)} faults:", most=most_faults))
+        raise BadInputError(listed(faults, f"{directory}: the checkpoint cannot be used; {counted(len(faults), 'fault')}:", most=most_faults))
     released = frozenset(name for name in saved_headers if not (directory / name).exists())
     good = tuple(shard for shard in shards if shard is not None)
     return Checkpoint(directory, config, facts, good, tensors, _digest(config, good), probe_directory(directory), released)

@@ -93,7 +93,7 @@ class Copies:
     """The copies that are there with the right size.
 
     holds   per drive, bool [n_layers, n_experts]
-    faults  one message for every copy that the manifest names and that is missing or of the wrong size
+    faults  one message for every copy that the manifest names and that is missing or of the wrong size; one for all of a directory that is gone
     """
 
     holds: tuple[np.ndarray, ...]

@@ -55,6 +55,11 @@ def format_size(n_bytes: float) -> str:
     return f"{value * 1000:.0f}{DECIMAL_UNITS[-1]}"
 
 
+def counted(n: int, word: str, words: str = "") -> str:
+    """Return a number with its word: `1 copy`, `2 copies`; the plural is the word with an s unless it is given."""
+    return f"{n} {word if n == 1 else words or word + 's'}"
+
+
 def format_rate(bytes_per_s: float) -> str:
     """Return a rate in decimal units with three digits: `2.31GB/s`."""
     return format_size(bytes_per_s) + "/s"

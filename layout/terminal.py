@@ -7,7 +7,9 @@ import os
 import signal
 import sys
 import time
+from importlib.metadata import version
 from types import FrameType, TracebackType
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -41,6 +43,19 @@ def run_command(app: typer.Typer, *, name: str) -> int:
     finally:
         _ignore_requests_to_end()
     return 0
+
+
+def add_version(app: typer.Typer, *, name: str) -> None:
+    """Give a command line its --version, which prints name and version and ends."""
+
+    def show(is_asked: bool) -> None:
+        if is_asked:
+            say(f"{name} {version('ktier')}")
+            raise typer.Exit
+
+    @app.callback()
+    def options(_: Annotated[bool, typer.Option("--version", callback=show, is_eager=True, help="Print name and version.")] = False) -> None:
+        pass
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -16,9 +16,9 @@ import torch
 from layout.drives import pcie_bytes_per_s
 from layout.findings import MACHINE, MEMLOCK_CURE, Finding, cgroup_finding, huge_pages_finding, locked_memory_finding
 from layout.memory import available_host_bytes, meminfo_bytes
-from layout.prepared import Prepared, find_copies, open_prepared
+from layout.prepared import Copies, Prepared, find_copies, open_prepared
 from layout.record import record_layout
-from layout.sizes import format_rate, format_size
+from layout.sizes import counted, format_rate, format_size
 from manifests.errors import DeviceError, Interrupted, KtierError
 from manifests.geometry import load_geometry
 from runtime.document import version_facts
@@ -117,18 +117,25 @@ def _opened(manifest: Path | None, result: Examination) -> Prepared | None:
         cure = "follow what it says; kprep verify-hashes looks at every file"
         result.findings.append(Finding("manifest", str(manifest), "bad", str(result.error), cure))
         return None
-    result.findings.append(copies_finding(prepared, str(manifest), copies.faults))
+    result.findings.append(copies_finding(prepared, str(manifest), copies))
     return prepared
 
 
-def copies_finding(prepared: Prepared, where: str, faults: Sequence[str]) -> Finding:
+def copies_finding(prepared: Prepared, where: str, copies: Copies) -> Finding:
     """Judge by the copies that are not there with their size; the base is complete."""
     text = f"generation {prepared.manifest.generation}, {prepared.geometry.n_routed_experts} experts of {format_size(prepared.record.n_bytes)}"
-    n_drives = len(prepared.manifest.drives)
-    text += f" on {n_drives} drive{'s' * (n_drives != 1)}"
-    if not faults:
+    text += f" on {counted(len(prepared.manifest.drives), 'drive')}"
+    if not copies.faults:
         return Finding("manifest", where, "good", text)
-    return Finding("manifest", where, "note", f"{text}; {len(faults)} copies are left out, the first: {faults[0]}", "kprep verify-hashes --repair")
+    n_left_out = sum(int((drive.holds & ~found).sum()) for drive, found in zip(prepared.manifest.drives, copies.holds, strict=True))
+    gone = [str(directory) for directory in prepared.drive_directories if not directory.is_dir()]
+    cure = "kprep verify-hashes --repair"
+    if gone:
+        cure = f"mount {', '.join(gone)}, or kprep place with the drives that are left"
+        if len(copies.faults) > len(gone):
+            cure += "; for the others kprep verify-hashes --repair"
+    left_out = f"{counted(n_left_out, 'copy is', 'copies are')} left out, {'the first: ' * (n_left_out > 1)}{copies.faults[0]}"
+    return Finding("manifest", where, "note", f"{text}; {left_out}", cure)
 
 
 def for_device(findings: Sequence[Finding], device: str) -> list[Finding]:

@@ -16,6 +16,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from layout.sizes import counted
 from layout.writer import replaced_file
 from manifests.errors import BadInputError, DamagedDataError
 from manifests.geometry import Geometry
@@ -176,7 +177,7 @@ def _check_shapes(path: Path, found: _Shapes, expected: _Shapes) -> None:
     wrong = [name for name in expected if name in found and found[name] != expected[name]]
     faults += [f"{name} is {found[name][0]} {list(found[name][1])}, expected {expected[name][0]} {list(expected[name][1])}" for name in wrong]
     if faults:
-        raise BadInputError(f"{path}: no state of this model: {'; '.join(faults[:5])}; {len(faults)} faults in all; {_AGAIN}")
+        raise BadInputError(f"{path}: no state of this model: {'; '.join(faults[:5])}; {counted(len(faults), 'fault')} in all; {_AGAIN}")
 
 
 def _check_values(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, str], geometry: Geometry) -> None:

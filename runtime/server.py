@@ -60,7 +60,7 @@ from runtime.tokens import Tokenizer
 # What an answer is called in the API.
 _CHAT, _TEXT = "chat.completion", "text_completion"
 # /health says for so long what has happened before the process ends.
-FAULT_SHOWN_S = 1.0
+FAULT_SHOWN_S = 3.0
 # Threads that turn texts into ids, so that a long one does not hold up the others.
 N_TOKENISING = 2
 # Connections at once. Requests of more are answered with 503, up to as many again; others are closed. Each takes a descriptor.

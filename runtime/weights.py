@@ -13,6 +13,7 @@ from layout.direct import Extent, ReadMode, aligned_buffer, file_blocks, probe_d
 from layout.gguf_header import GgufHeader, GgufTensor, read_gguf_header
 from layout.hash_lists import xxh3_128_of_file
 from layout.prepared import Prepared
+from layout.sizes import counted
 from layout.tensor_data import as_float32, float_blocks, read_float_tensor
 from layout.tensors import SpineTensor, spine_tensors
 from manifests.errors import BadInputError, DamagedDataError
@@ -216,7 +217,7 @@ def _check_header(prepared: Prepared, header: GgufHeader) -> None:
     faults += [f"{t.name} is {t.type}, expected {wanted[t.name].storage}" for t in places if t.name in wanted and not _has_type(t, wanted[t.name])]
     faults += [f"{t.name} is {list(t.shape)}, expected {list(shape)}" for t, shape in known if t.shape != shape]
     if faults:
-        raise BadInputError(f"{path}: not the spine of this geometry: {'; '.join(faults[:5])}; {len(faults)} faults in all")
+        raise BadInputError(f"{path}: not the spine of this geometry: {'; '.join(faults[:5])}; {counted(len(faults), 'fault')} in all")
 
 
 class CheckpointWeights:

@@ -331,7 +331,7 @@ def test_an_expert_file_that_is_gone_is_named_before_the_run_begins(
     damage(prepared_copy / "experts" / expert_file_name(5, 11))
     outcome = krun("generate", "-m", prepared_copy, "--ids", "1", "--device", "cpu")
     refused(outcome, DAMAGED, "layer 5 expert 11: no usable copy", str(prepared_copy / "experts"), what)
-    refused(command("kprep", "verify-hashes", prepared_copy), DAMAGED, "1 bad expert files")
+    refused(command("kprep", "verify-hashes", prepared_copy), DAMAGED, "1 bad expert file ")
 
 
 def generate_with_seed_ids(krun: Krun, manifest: Path, *flags: object) -> Outcome:
@@ -371,7 +371,7 @@ def test_a_bad_spine_is_refused_at_the_start(prepared_copy: Path, krun: Krun, da
     damage(spine)
     refused(krun("generate", "-m", prepared_copy, "--ids", "1", "--device", "cpu"), DAMAGED, str(spine), "expected" if not spine.exists() else "")
     outcome = command("kprep", "verify-hashes", prepared_copy)
-    refused(outcome, DAMAGED, "1 other bad files")
+    refused(outcome, DAMAGED, "1 other bad file")
     assert outcome.out.startswith(f"{spine}: ") and "restores it" in outcome.out
 
 

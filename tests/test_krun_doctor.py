@@ -3,15 +3,17 @@
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import CUDA, command, succeed
+from placing import add_copies
 
 from layout.findings import Finding, finding_line
-from layout.prepared import open_prepared
+from layout.prepared import Copies, open_prepared
 from runtime.doctor import (
     Room,
     capability_finding,
@@ -107,9 +109,24 @@ def test_a_damaged_model_is_a_finding_and_its_own_exit_code_and_the_rest_is_stil
 
 def test_copies_that_are_left_out_are_a_note(extractions: dict[str, Path]) -> None:
     prepared = open_prepared(extractions["tiny-k3.1"])
-    assert copies_finding(prepared, "m", []).text == "generation 1, 144 experts of 9.79KB on 1 drive"
-    noted = copies_finding(prepared, "m", ["L1-E0.bin is missing", "another"])
+    holds = prepared.manifest.drives[0].holds
+    assert copies_finding(prepared, "m", Copies((holds,), [])).text == "generation 1, 144 experts of 9.79KB on 1 drive"
+    found = holds.copy()
+    found[1, :2] = False
+    noted = copies_finding(prepared, "m", Copies((found,), ["L1-E0.bin is missing", "another"]))
     assert noted.level == "note" and "2 copies are left out, the first: L1-E0.bin is missing" in noted.text
+    assert noted.cure == "kprep verify-hashes --repair"
+    found[1, 1] = True
+    assert copies_finding(prepared, "m", Copies((found,), ["L1-E0.bin is missing"])).text.endswith("; 1 copy is left out, L1-E0.bin is missing")
+
+
+def test_a_drive_that_is_gone_counts_by_its_copies_and_is_to_be_mounted(prepared_copy: Path, tmp_path: Path) -> None:
+    gone = tmp_path / "c"
+    add_copies(prepared_copy, gone)
+    shutil.rmtree(gone)
+    finding = next(f for f in examine(prepared_copy, "cpu").findings if f.what == "manifest")
+    assert "on 2 drives; 144 copies are left out, the first: " in finding.text and "no such directory" in finding.text
+    assert finding.cure == f"mount {gone}, or kprep place with the drives that are left"
 
 
 @pytest.mark.parametrize(

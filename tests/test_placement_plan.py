@@ -22,6 +22,7 @@ from prep.placement.plan import (
     score_holds,
     what_if,
 )
+from prep.placement.report import token_line
 from prep.placement.search import changes_of
 
 TINY = load_geometry("tiny")
@@ -409,6 +410,7 @@ def test_the_token_rate_is_bounded_by_the_drives_and_by_the_uploads() -> None:
     rate = predict_tok_per_s(FULL, RECORD, drives, [everywhere] * 3)
     # Before what is neither: reading 25.83 GB at 45 GB/s gives 1.74 tok/s; with half in caches, uploading 5/6 of them at 55 GB/s gives 2.56.
     assert 1.5 < rate.low < 1.742 and 2.1 < rate.high < 2.556
+    assert "tok/s predicted on a GPU such as an H200, for one text: 0% to 50% of experts in caches" in token_line(rate)
     slow_link = predict_tok_per_s(FULL, RECORD, drives, [everywhere] * 3, assumptions=Assumptions(link_bytes_per_s=26e9))
     assert slow_link.low < 1.01
     cached = predict_tok_per_s(FULL, RECORD, drives, [everywhere] * 3, assumptions=Assumptions(hit_rates=(0.5, 1.0), device_share=1.0))

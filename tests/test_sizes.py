@@ -1,6 +1,6 @@
 import pytest
 
-from layout.sizes import format_rate, format_size, parse_size
+from layout.sizes import counted, format_rate, format_size, parse_size
 from manifests.errors import UsageError
 
 
@@ -103,3 +103,8 @@ def test_a_written_size_reads_back(text: str) -> None:
 def test_writes_rates_per_second() -> None:
     assert format_rate(2.31e9) == "2.31GB/s"
     assert format_rate(0.0) == "0B/s"
+
+
+def test_words_follow_their_numbers() -> None:
+    assert [counted(n, "fault") for n in (0, 1, 2)] == ["0 faults", "1 fault", "2 faults"]
+    assert [counted(n, "copy is", "copies are") for n in (1, 2)] == ["1 copy is", "2 copies are"]

@@ -4,7 +4,11 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
+
+import pytest
+from conftest import succeed
 
 ROOT = Path(__file__).parent.parent
 
@@ -36,3 +40,8 @@ def test_the_wheel_exposes_exactly_the_four_packages(tmp_path: Path) -> None:
 
 def test_tests_are_flat() -> None:
     assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+@pytest.mark.parametrize("name", ["kprep", "krun"])
+def test_a_command_tells_its_version(name: str) -> None:
+    assert succeed(name, "--version").out == f"{name} {version('ktier')}\n"

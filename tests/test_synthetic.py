@@ -42,6 +42,12 @@ def stats_of(*arguments: object) -> dict[str, Any]:
     return json.loads(bench("--json", *arguments).out)["repeats"][0]["stats"]
 
 
+def test_a_small_geometry_gets_no_more_files_than_it_has_experts_unless_more_are_asked_for(folders: tuple[Path, Path]) -> None:
+    flags = [flag for flag in SMALL if flag not in ("--expert-files", N_FILES)]
+    done = ran("bench", "--synthetic", "tiny", *flags, "--dir", folders[0])
+    assert "144 experts, 9 layers of 16, on 144 record files" in done.err and not list(folders[0].iterdir())
+
+
 def test_a_run_says_what_it_emulates_and_what_came_of_it(folders: tuple[Path, Path], tmp_path: Path) -> None:
     a, b = folders
     out, chart = tmp_path / "o.json", tmp_path / "c.svg"
@@ -180,7 +186,7 @@ def test_the_room_of_a_spine_is_known_before_it_is_made() -> None:
         (("--dir", "{a}", "--routing", "zipf:x"), 2, ("--routing zipf:x",)),
         (("--dir", "{a}", "--routing", "gauss"), 2, ("--routing gauss: expected uniform, zipf",)),
         (("--dir", "{a}", "--routing", "trace:{a}/none"), 3, ("{a}/none: not a readable safetensors file",)),
-        (("--dir", "{a}", "--expert-files", "161"), 2, ("--expert-files 161: there are no more than 160",)),
+        (("--dir", "{a}", "--expert-files", "145"), 2, ("--expert-files 145: there are no more than 144",)),
         (("--dir", "{a}", "--rows", "17"), 2, ("--rows",)),
         (("--dir", "{a}", "-n", "2047"), 2, ("make a text of 2049 tokens; this model takes at most 2048",)),
         (("--dir", "{a}", "--vram-cache", "0"), 2, ("--vram-cache",)),

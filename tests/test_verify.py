@@ -77,7 +77,7 @@ def test_a_flipped_byte_anywhere_in_an_expert_file_is_named(prepared_copy: Path,
     outcome = run_verify(prepared_copy)
     found_damage(outcome, f"layer 5 expert 11 on {prepared_copy / 'experts'} (tier A): xxh3-128 ", "no other copy is intact", "layer 5")
     assert outcome.out.count("layer 5 expert 11") == 1
-    assert "kprep: 1 bad expert files and 0 other bad files" in outcome.err
+    assert "kprep: 1 bad expert file and 0 other bad files" in outcome.err
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_a_copy_that_was_not_read_is_not_called_intact(two_copies: tuple[Path, P
     # Trying it shows that one is bad; the other is restored all the same.
     repaired = run_verify(home, "--drive", "A", "--repair")
     found_damage(repaired, "restored: layer 6 expert 6", f"layer 5 expert 11 on {a} (tier A)")
-    assert "kprep: 1 bad expert files" in repaired.err
+    assert "kprep: 1 bad expert file " in repaired.err
 
 
 def test_drive_limits_the_reading_to_one_drive(two_copies: tuple[Path, Path, Path]) -> None:
@@ -218,9 +218,34 @@ def test_a_drive_that_is_not_mounted_is_named_and_not_filled(two_copies: tuple[P
     home, _, b = two_copies
     shutil.rmtree(b)
     outcome = run_verify(home, "--repair")
-    found_damage(outcome, f"{b}/experts.xxh128: cannot be read", f"layer 9 expert 15 on {b} (tier C): L9-E15.bin is missing", "is the drive mounted?")
-    assert "kprep: 144 bad expert files and 1 other bad files" in outcome.err
+    found_damage(outcome)
+    cure = "mount it, or place again with the drives that are left"
+    assert outcome.out == f"tier C {b}: the directory is gone, 144 copies left out of the repair; {cure}\n", "one line, however many experts it holds"
+    assert outcome.err.endswith("kprep: 0 bad expert files and 0 other bad files; 1 drive not there\n")
     assert not b.exists()
+    outcome = run_verify(home, "--layer", "5")
+    assert outcome.code == DAMAGED and outcome.out == f"tier C {b}: the directory is gone, 16 copies not checked; {cure}\n"
+    assert json.loads(run_verify(home, "--json").out)["gone_drives"] == [{"drive": str(b), "n_copies": 144}]
+
+
+def test_a_drive_without_one_expert_file_is_named_once_and_can_be_filled_again(two_copies: tuple[Path, Path, Path]) -> None:
+    home, _, b = two_copies
+    for path in b.glob("L*"):
+        path.unlink()
+    outcome = run_verify(home)
+    found_damage(
+        outcome, f"{b} (tier C): not one expert file is there, 144 copies missing\n    mount it, or kprep verify-hashes --repair restores them"
+    )
+    assert "layer 5" not in outcome.out and "kprep: 144 bad expert files and 0 other bad files" in outcome.err
+    assert is_clean(run_verify(home, "--repair")) and is_clean(run_verify(home))
+
+
+def test_a_drive_that_is_gone_is_no_source_for_repairs(two_copies: tuple[Path, Path, Path]) -> None:
+    home, a, b = two_copies
+    flip(a / EXPERT, 9)
+    shutil.rmtree(b)
+    for flags in ((), ("--repair",), ("--repair", "--drive", "A")):
+        found_damage(run_verify(home, *flags), f"layer 5 expert 11 on {a} (tier A): ", "no other copy is intact; fetch ")
 
 
 def test_a_bad_list_on_a_drive_is_named_with_its_cure(two_copies: tuple[Path, Path, Path]) -> None:
@@ -238,7 +263,7 @@ def test_a_bad_list_on_a_drive_is_named_with_its_cure(two_copies: tuple[Path, Pa
 def test_json_says_the_same(two_copies: tuple[Path, Path, Path]) -> None:
     home, a, b = two_copies
     clean = run_verify(home, "--json")
-    nothing_bad: dict[str, list[object]] = {"bad_records": [], "bad_files": []}
+    nothing_bad: dict[str, list[object]] = {"bad_records": [], "bad_files": [], "gone_drives": []}
     assert (clean.code, json.loads(clean.out)) == (0, {"n_records": 288, "n_trusted": 0, "n_bytes": 288 * RECORD_BYTES, **nothing_bad})
     flip(a / EXPERT, 5000)
     for drive in (a, b):

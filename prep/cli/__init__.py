@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from layout.terminal import run_command
+from layout.terminal import add_version, run_command
 from prep.cli.adopt import adopt_command
 from prep.cli.doctor import doctor_command
 from prep.cli.extract import extract_command
@@ -16,6 +16,7 @@ from prep.cli.verify import verify_command
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Turn a Kimi K3 or K3.1 checkpoint into files that krun runs."
 )
+add_version(app, name="kprep")
 # In the order in which a user needs them.
 app.command("doctor")(doctor_command)
 app.command("plan")(plan_command)

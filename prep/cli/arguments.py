@@ -8,6 +8,7 @@ from manifests.manifest import TIERS
 from prep.requests import DriveRequest
 
 RESERVE_HELP = "Room to leave free on each file system; 0 for none; default: the smaller of 20GB and 5 %."
+MANIFEST_HELP = "manifest.yaml, or its directory."
 LIMIT_HELP = "The most that experts may take on each drive of a tier."
 
 

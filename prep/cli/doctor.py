@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from layout.findings import finding_line
+from layout.sizes import counted
 from layout.terminal import say
 from manifests.errors import KtierError
 from prep.doctor import examine
@@ -18,4 +19,4 @@ def doctor_command(paths: Annotated[list[Path] | None, typer.Argument(metavar="[
         say(finding_line(finding))
     n_bad = sum(finding.level == "bad" for finding in findings)
     if n_bad:
-        raise KtierError(f"{n_bad} findings would keep a run from working")
+        raise KtierError(f"{counted(n_bad, 'finding')} would keep a run from working")

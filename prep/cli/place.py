@@ -11,7 +11,7 @@ from layout.prepared import Prepared, open_prepared
 from layout.sizes import format_rate, format_size, parse_size
 from layout.terminal import ProgressLine, note, say
 from manifests.errors import UsageError
-from prep.cli.arguments import LIMIT_HELP, RESERVE_HELP, drive_requests, reserve_of
+from prep.cli.arguments import LIMIT_HELP, MANIFEST_HELP, RESERVE_HELP, drive_requests, reserve_of
 from prep.measuring.measure import DEFAULT_SECONDS, Soak, soak
 from prep.measuring.upload_process import uploads_command
 from prep.placement.heat import read_heat
@@ -25,7 +25,7 @@ LIST = "list"
 
 
 def place_command(
-    manifest_path: Annotated[Path, typer.Argument(metavar="MANIFEST")],
+    manifest_path: Annotated[Path, typer.Argument(metavar="MANIFEST", help=MANIFEST_HELP)],
     tier: Annotated[
         list[str] | None, typer.Option(metavar="A=DIR", help="A drive's tier, A to D, and directory; the complete new set. May be repeated.")
     ] = None,
@@ -51,7 +51,9 @@ def place_command(
     ] = None,
     what_if: Annotated[
         str | None,
-        typer.Option("--what-if", metavar="rate=7,capacity=2TB", help="What one more drive of so many GB/s, or one more copy set, brings."),
+        typer.Option(
+            "--what-if", metavar="rate=7,capacity=2TB", help="What one more drive of so many GB/s, or one more copy set, brings; changes nothing."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document in place of text.")] = False,
 ) -> None:
@@ -68,6 +70,7 @@ def place_command(
     if not measure_drives and (with_uploads or measure_seconds is not None):
         raise UsageError(f"{'--with-uploads' if with_uploads else '--measure-seconds'} goes with --measure-drives")
     one_more = _what_if(what_if)
+    is_dry_run = dry_run or one_more is not None
     prepared = open_prepared(path)
     n_bytes = prepared.record.n_bytes
     requests = drive_requests(tier, limit or [], record_bytes=disk_bytes(n_bytes))
@@ -96,11 +99,11 @@ def place_command(
             say(line)
 
     with ProgressLine() as progress:
-        manifest = place(path, options, is_dry_run=dry_run, on_decided=show, on_progress=progress, on_remark=note)
+        manifest = place(path, options, is_dry_run=is_dry_run, on_decided=show, on_progress=progress, on_remark=note)
     if as_json:
-        say(json.dumps(document | {"is_dry_run": dry_run, "generation": None if manifest is None else manifest.generation}))
+        say(json.dumps(document | {"is_dry_run": is_dry_run, "generation": None if manifest is None else manifest.generation}))
     elif manifest is None:
-        say("dry run: nothing was changed")
+        say(f"{'dry run' if dry_run else '--what-if'}: nothing was changed")
     else:
         say(f"{path}: generation {manifest.generation}; the former one is kept in {path.with_suffix('.history').name}/")
 

@@ -8,17 +8,18 @@ import typer
 
 from layout.checkpoint import open_checkpoint
 from layout.prepared import open_prepared
-from layout.sizes import format_size
+from layout.sizes import counted, format_size
 from layout.terminal import ProgressLine, note, say
 from manifests.errors import DamagedDataError, KtierError, UsageError
+from prep.cli.arguments import MANIFEST_HELP
 from prep.proof.receipts import Receipts
-from prep.proof.repair import describe_bad_record, repair
+from prep.proof.repair import describe_bad_records, describe_gone_drive, repair
 from prep.proof.selection import select_records
 from prep.proof.verify import verify
 
 
 def verify_command(
-    manifest_path: Annotated[Path, typer.Argument(metavar="MANIFEST")],
+    manifest_path: Annotated[Path, typer.Argument(metavar="MANIFEST", help=MANIFEST_HELP)],
     drive: Annotated[str | None, typer.Option(metavar="D", help="Only this drive's experts: a directory, or a tier letter.")] = None,
     layer: Annotated[list[int] | None, typer.Option(metavar="N", help="Only this layer's experts; may be repeated.")] = None,
     sample: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only N experts, spread evenly over drives and layers.")] = None,
@@ -48,16 +49,20 @@ def verify_command(
     if as_json:
         bad = [dict(b._asdict(), drive=str(prepared.drive_directories[b.drive]), is_restored=b in restored) for b in findings.bad_records]
         counts = {"n_records": findings.n_records, "n_trusted": findings.n_trusted, "n_bytes": findings.n_bytes}
-        say(json.dumps({**counts, "bad_records": bad, "bad_files": findings.bad_files}))
+        gone = [{"drive": str(prepared.drive_directories[n]), "n_copies": count} for n, count in findings.gone.items()]
+        say(json.dumps({**counts, "bad_records": bad, "bad_files": findings.bad_files, "gone_drives": gone}))
     else:
         for record in restored:
             say(f"restored: layer {record.layer} expert {record.expert} on {prepared.drive_name(record.drive)}: {record.what}")
-        for record in lost:
-            say(describe_bad_record(prepared, record, findings))
+        for text in describe_bad_records(prepared, lost, findings):
+            say(text)
+        for drive_number in findings.gone:
+            say(describe_gone_drive(prepared, drive_number, findings, is_repairing=repair_them))
         for fault in findings.bad_files:
             say(fault)
-    if lost or findings.bad_files:
-        raise DamagedDataError(f"{len(lost)} bad expert files and {len(findings.bad_files)} other bad files")
+    if lost or findings.bad_files or findings.gone:
+        summary = f"{counted(len(lost), 'bad expert file')} and {counted(len(findings.bad_files), 'other bad file')}"
+        raise DamagedDataError(f"{summary}; {counted(len(findings.gone), 'drive')} not there" if findings.gone else summary)
     if not as_json:
         trusted = f", {findings.n_trusted} more by their receipts" if findings.n_trusted else ""
         n_all = sum(int(d.holds.sum()) for d in prepared.manifest.drives)

@@ -15,6 +15,9 @@ from prep.placement.place import Placement
 from prep.placement.plan import CopyPlan, PlanScore, TokenRate, one_more_copy_set, predict_tok_per_s, what_if
 from prep.requests import disk_bytes
 
+# Records of tiny geometries: a GPU spends its time on other things than these, so that a prediction says nothing.
+_LEAST_PREDICTED_BYTES = 1_000_000
+
 
 def moves_from(placement: Placement, n: int) -> dict[str, int]:
     """Return how many of a drive's new files come from where, where several could give one shared evenly among them."""
@@ -37,9 +40,9 @@ def peak_bytes(placement: Placement) -> dict[str, int]:
 
 
 def tokens(placement: Placement) -> TokenRate | None:
-    """Return the predicted rate; None where nothing was measured."""
+    """Return the predicted rate; None where nothing was measured, and for tiny records."""
     problem = placement.problem
-    if not problem.is_measured:
+    if not problem.is_measured or placement.prepared.record.n_bytes < _LEAST_PREDICTED_BYTES:
         return None
     holds = [drive.holds for drive in placement.drives]
     return predict_tok_per_s(
@@ -61,7 +64,8 @@ def place_lines(placement: Placement, rate: TokenRate | None) -> Iterator[str]:
     yield _layer_line(placement, placement.score)
     yield from _plan_lines(placement)
     yield _heat_line(placement)
-    yield _token_line(rate)
+    if placement.prepared.record.n_bytes >= _LEAST_PREDICTED_BYTES:
+        yield token_line(rate)
     peaks = [f"{format_size(n_bytes)} on {names}" for names, n_bytes in peak_bytes(placement).items()]
     yield f"room     at the peak, beyond what is there now: {'; '.join(peaks) or 'none'}"
 
@@ -139,13 +143,14 @@ def _heat_line(placement: Placement) -> str:
     )
 
 
-def _token_line(rate: TokenRate | None) -> str:
+def token_line(rate: TokenRate | None) -> str:
+    """Return the prediction with all that it assumes."""
     if rate is None:
         return "tokens   not predicted: no drive has been measured"
     a = rate.assumptions
     caches = f"{a.hit_rates[0]:.0%} to {a.hit_rates[1]:.0%} of experts in caches, {a.device_share:.0%} of these in device memory"
     rest = f"uploads at {format_rate(a.link_bytes_per_s)}, {a.dense_s * 1e3:g} ms a layer for the rest"
-    return f"tokens   {rate.low:.3g} to {rate.high:.3g} tok/s predicted for one text: {caches}, {rest}"
+    return f"tokens   {rate.low:.3g} to {rate.high:.3g} tok/s predicted on a GPU such as an H200, for one text: {caches}, {rest}"
 
 
 def fio_lines(placement: Placement) -> Iterator[str]:

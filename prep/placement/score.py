@@ -161,7 +161,7 @@ def score_holds(
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What a prediction of tokens per second rests on beside the drives.
+    """What a prediction of tokens per second rests on beside the drives: an H200's figures.
 
     hit_rates          shares of experts found in the two caches, the least and the most
     device_share       of the hits, those in device memory; the others are uploaded

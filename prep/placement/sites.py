@@ -14,6 +14,7 @@ from layout.drives import describe_directory
 from layout.hash_lists import HASH_LIST_NAME, parse_hash_list
 from layout.prepared import Prepared
 from layout.record import parse_expert_file_name
+from layout.sizes import counted
 from manifests.errors import BadInputError, DamagedDataError, UsageError, listed
 from manifests.manifest import Drive
 from manifests.ranges import format_ranges, parse_ranges
@@ -160,7 +161,7 @@ def _remark(prepared: Prepared, site: Site) -> str:
     named = prepared.manifest.drives[site.former].holds
     gone = np.argwhere(named & ~site.vouched).tolist()
     if site.device is None:
-        return f"{site.name}: no such directory; is the drive mounted? Its {len(gone)} copies are left out"
+        return f"{site.name}: no such directory; is the drive mounted? Its {counted(len(gone), 'copy is', 'copies are')} left out"
     if not gone:
         return ""
     names = ", ".join(f"layer {layer} expert {expert}" for layer, expert in gone[:_MOST_NAMED])

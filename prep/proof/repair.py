@@ -1,5 +1,7 @@
 """What to do about bad records: say where an intact copy is, and restore from it."""
 
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from layout.checkpoint import Checkpoint
@@ -8,6 +10,7 @@ from layout.gather import gather_record
 from layout.hash_lists import xxh3_128_hex
 from layout.prepared import Prepared
 from layout.reader import check_hash
+from layout.sizes import counted
 from layout.writer import sync_directory, write_record
 from manifests.errors import BadInputError, DamagedDataError, UsageError
 from prep.copying import Sources, copy_expert
@@ -18,7 +21,11 @@ from prep.proof.verify import BadRecord, Findings
 def describe_bad_record(prepared: Prepared, bad: BadRecord, findings: Findings) -> str:
     """Return the message for a bad record, with where an intact copy is."""
     spoilt = {(b.drive, b.layer, b.expert) for b in findings.bad_records}
-    others = [n for n in prepared.drives_holding(bad.layer, bad.expert) if (n, bad.layer, bad.expert) not in spoilt]
+    others = [
+        n
+        for n in prepared.drives_holding(bad.layer, bad.expert)
+        if prepared.drive_directories[n].is_dir() and (n, bad.layer, bad.expert) not in spoilt
+    ]
     intact, unread = ([n for n in others if (n in findings.drives) is was_read] for was_read in (True, False))
     if not prepared.drive_directories[bad.drive].is_dir():
         cure = "the directory is gone: is the drive mounted?"
@@ -34,6 +41,26 @@ def describe_bad_record(prepared: Prepared, bad: BadRecord, findings: Findings) 
     return f"layer {bad.layer} expert {bad.expert} on {prepared.drive_name(bad.drive)}: {bad.what}{device}\n    {cure}"
 
 
+def describe_bad_records(prepared: Prepared, records: Sequence[BadRecord], findings: Findings) -> Iterator[str]:
+    """Yield the message for each bad record, in the order of drives, or one for all of a drive that holds no expert file at all."""
+    for drive, of_drive in groupby(records, key=lambda bad: bad.drive):
+        bad_ones = list(of_drive)
+        if len(bad_ones) > 1 and not any(prepared.drive_directories[drive].glob("L*-E*.bin")):
+            cure = "mount it, or kprep verify-hashes --repair restores them from other copies, with --checkpoint DIR from its shards"
+            yield f"{prepared.drive_name(drive)}: not one expert file is there, {counted(len(bad_ones), 'copy', 'copies')} missing\n    {cure}"
+        else:
+            yield from (describe_bad_record(prepared, bad, findings) for bad in bad_ones)
+
+
+def describe_gone_drive(prepared: Prepared, drive: int, findings: Findings, *, is_repairing: bool) -> str:
+    """Return the message for a drive whose directory is not there."""
+    unchecked = f"{counted(findings.gone[drive], 'copy', 'copies')} {'left out of the repair' if is_repairing else 'not checked'}"
+    return (
+        f"tier {prepared.manifest.drives[drive].tier} {prepared.drive_directories[drive]}: the directory is gone, {unchecked}; "
+        "mount it, or place again with the drives that are left"
+    )
+
+
 def repair(prepared: Prepared, findings: Findings, checkpoint: Checkpoint | None) -> tuple[list[BadRecord], list[BadRecord]]:
     """Restore bad records from intact copies, or else from the checkpoint; return those restored and those for which there is neither.
 
@@ -43,6 +70,8 @@ def repair(prepared: Prepared, findings: Findings, checkpoint: Checkpoint | None
         raise BadInputError(f"{checkpoint.directory}: is not the checkpoint that {prepared.path} was extracted from")
     _check_mounted(prepared, findings)
     holds = [drive.holds.copy() for drive in prepared.manifest.drives]
+    for held, directory in zip(holds, prepared.drive_directories, strict=True):
+        held[:] &= directory.is_dir()
     for bad in findings.bad_records:
         holds[bad.drive][bad.layer, bad.expert] = False
     sources = Sources(prepared, holds)

@@ -78,10 +78,12 @@ class Findings:
     """What a verification found.
 
     drives     whose records were read; n_records of them, and n_trusted were not read again because of their receipts
+    gone       drives whose directory is not there, with how many selected copies they hold
     bad_files  one message for every other bad file
     """
 
     drives: list[int]
+    gone: dict[int, int]
     n_records: int
     n_trusted: int
     n_bytes: int
@@ -90,7 +92,7 @@ class Findings:
 
     @property
     def is_clean(self) -> bool:
-        return not self.bad_records and not self.bad_files
+        return not self.bad_records and not self.bad_files and not self.gone
 
 
 def verify(prepared: Prepared, selection: Selection, *, receipts: Receipts, is_trusting: bool, on_progress: Progress) -> Findings:
@@ -105,9 +107,12 @@ def verify(prepared: Prepared, selection: Selection, *, receipts: Receipts, is_t
         bad_files.append(
             f"{prepared.path}: its last line, the hash of the others, is missing or damaged; kprep place with the same drives writes it anew"
         )
-    bad_files += [fault for n in selection.drives for fault in _verify_drive_list(prepared, n)]
-    trusted = {n: receipts.unchanged(n, selection.records[n]) if is_trusting else np.zeros_like(selection.records[n]) for n in selection.drives}
-    wanted = {n: selection.records[n] & ~trusted[n] for n in selection.drives}
+    # 100,000 lines would say no more of such a drive than one.
+    gone = {n: int(selection.records[n].sum()) for n in selection.drives if not prepared.drive_directories[n].is_dir()}
+    drives = [n for n in selection.drives if n not in gone]
+    bad_files += [fault for n in drives for fault in _verify_drive_list(prepared, n)]
+    trusted = {n: receipts.unchanged(n, selection.records[n]) if is_trusting else np.zeros_like(selection.records[n]) for n in drives}
+    wanted = {n: selection.records[n] & ~trusted[n] for n in drives}
     n_bytes, bad_records, n_records, n_done = prepared.record.n_bytes, [], 0, 0
     total = sum(int(records.sum()) for records in wanted.values()) * n_bytes + spine.n_bytes
     for done in read_streams(with_spine(prepared, list(wanted), record_streams(prepared, wanted), spine)):
@@ -125,7 +130,7 @@ def verify(prepared: Prepared, selection: Selection, *, receipts: Receipts, is_t
         else:
             receipts.add(*tag)
     n_trusted = sum(int(records.sum()) for records in trusted.values())
-    return Findings(selection.drives, n_records, n_trusted, n_records * n_bytes, sorted(bad_records), [*spine.faults(), *bad_files])
+    return Findings(drives, gone, n_records, n_trusted, n_records * n_bytes, sorted(bad_records), [*spine.faults(), *bad_files])
 
 
 def record_streams(prepared: Prepared, wanted: dict[int, np.ndarray]) -> list[Stream]:
@@ -256,7 +261,7 @@ class Spine:
 
 
 def _mode_of(directory: Path) -> ReadMode:
-    # A directory that is gone is found file by file, with the name of each expert.
+    # One that goes while it is read is found file by file, with the name of each expert.
     return probe_directory(directory) if directory.is_dir() else ReadMode(is_direct=False, reason="the directory is gone")
 
 

@@ -5,7 +5,7 @@ import sys
 
 import typer
 
-from layout.terminal import run_command
+from layout.terminal import add_version, run_command
 from manifests.errors import DeviceError
 from runtime.cli.bench import bench_command
 from runtime.cli.chat import chat_command
@@ -17,6 +17,7 @@ from runtime.cli.serve import serve_command
 from runtime.cli.uploads import uploads_command
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Run a model that kprep prepared.")
+add_version(app, name="krun")
 app.command("doctor")(doctor_command)
 app.command("generate")(with_faults_told(generate_command))
 app.command("score")(with_faults_told(score_command))

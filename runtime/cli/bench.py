@@ -33,7 +33,7 @@ from runtime.bench import (
 )
 from runtime.chart import bench_chart
 from runtime.cli.arguments import HOST_OPTION, PREFETCH_OPTION, VRAM_OPTION, DeviceOption, check_outputs
-from runtime.cli.bench_synthetic import DEFAULT_FILES, DEFAULT_ROUTING, DEFAULT_TOKENS, Asked, bench_synthetic
+from runtime.cli.bench_synthetic import DEFAULT_FILES, DEFAULT_ROUTING, DEFAULT_TOKENS, Asked, bench_synthetic, default_files
 from runtime.cli.generate import generate_command
 from runtime.document import Configuration, device_facts, manifest_facts, stats_document
 
@@ -65,7 +65,9 @@ def bench_command(
     directories: Annotated[
         list[str] | None, typer.Option("--dir", metavar="DIR[:GB_PER_S][@SHARE]", help="With --synthetic: stands for a drive, slowed to a rate.")
     ] = None,
-    expert_files: Annotated[int, typer.Option(min=1, help="With --synthetic: record files in each directory.")] = DEFAULT_FILES,
+    expert_files: Annotated[
+        int | None, typer.Option(min=1, help=f"With --synthetic: record files in each directory; default {DEFAULT_FILES}, or one for each expert.")
+    ] = None,
     routing: Annotated[
         str, typer.Option(metavar="KIND", help="With --synthetic: uniform, zipf, zipf:EXPONENT, among:N or trace:FILE.")
     ] = DEFAULT_ROUTING,
@@ -88,8 +90,9 @@ def bench_command(
     check_outputs({"--out": out, "--chart": chart})
     if synthetic is not None:
         n_steps = DEFAULT_TOKENS if n_tokens is None else n_tokens
+        n_files = default_files(synthetic) if expert_files is None else expert_files
         asked = Asked(
-            synthetic, directories or [], expert_files, routing, n_steps, warm, rows, vram_cache, host_pool, prefetch or 0, device, seed, keep_files
+            synthetic, directories or [], n_files, routing, n_steps, warm, rows, vram_cache, host_pool, prefetch or 0, device, seed, keep_files
         )
         bench_synthetic(asked, out=out, chart=chart, as_json=as_json)
         return

@@ -59,6 +59,11 @@ class Asked:
     is_keeping_files: bool
 
 
+def default_files(geometry: str) -> int:
+    """Return how many record files a directory gets where nothing is said. Raises BadInputError for an unknown geometry."""
+    return min(DEFAULT_FILES, load_geometry(geometry).n_routed_experts)
+
+
 def bench_synthetic(asked: Asked, *, out: Path | None, chart: Path | None, as_json: bool) -> None:
     """Run once, set it beside the reader flat out in the same process, and print both."""
     geometry, device = load_geometry(asked.geometry), choose_device(asked.device)
@@ -107,7 +112,7 @@ def _drives(texts: list[str]) -> tuple[EmulatedDrive, ...]:
 
 
 def _check(asked: Asked, geometry: Geometry) -> None:
-    n_positions, n_experts = (asked.n_warm + asked.n_tokens) * asked.n_rows, geometry.n_layers * geometry.n_experts
+    n_positions, n_experts = (asked.n_warm + asked.n_tokens) * asked.n_rows, geometry.n_routed_experts
     if n_positions > geometry.max_context:
         raise UsageError(f"--warm, -n and --rows make a text of {n_positions} tokens; this model takes at most {geometry.max_context} here")
     if asked.n_files > n_experts:
