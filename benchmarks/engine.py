@@ -18,9 +18,9 @@ import torch
 
 from layout.makespan import Servers, makespan
 from manifests.geometry import load_geometry
+from runtime.bench.rig import Rig, Run, Setting
+from runtime.bench.synthetic import EmulatedDrive
 from runtime.entry import SWITCH_INTERVAL_S
-from runtime.rig import Rig, Run, Setting
-from runtime.synthetic import EmulatedDrive
 
 GB = 1e9
 # The cards and pools of the comparison: 27.5 GB in VRAM, 30 GB in host memory.

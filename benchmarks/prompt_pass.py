@@ -22,6 +22,8 @@ from torch import Tensor
 
 from layout.record import record_layout
 from manifests.geometry import Geometry, load_geometry
+from runtime.bench.rig import PromptRun, Rig, Setting
+from runtime.bench.synthetic import EmulatedDrive, record_name
 from runtime.entry import SWITCH_INTERVAL_S
 from runtime.kernels.expert import expert_forward, run_experts
 from runtime.kernels.kda import kda_chunked, kda_decode_, log_decay, short_conv
@@ -33,9 +35,7 @@ from runtime.kernels.q8_0 import Q8Matrix, expand_q8_0
 from runtime.kernels.rows import TILE_ROWS
 from runtime.kernels.sigmoid import sigmoid, silu
 from runtime.prompt import MOST_ROWS, prompt_bytes, sort_uses
-from runtime.rig import PromptRun, Rig, Setting
 from runtime.state import kda_input_sizes
-from runtime.synthetic import EmulatedDrive, record_name
 
 # Records on the device in the pass that reads nothing: more than a GPU's cache holds.
 N_RESIDENT = 24

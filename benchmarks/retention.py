@@ -19,12 +19,12 @@ import torch
 from layout.prepared import Copies
 from layout.record import record_layout
 from manifests.geometry import load_geometry
+from runtime.bench.routing import make_routing
+from runtime.bench.synthetic import EmulatedDrive, SyntheticModel, make_records, synthetic_model
 from runtime.decode import LEAST_USES_TO_STAY
-from runtime.incoming import Phase
-from runtime.routing import make_routing
 from runtime.stats import new_counts
-from runtime.store import Store
-from runtime.synthetic import EmulatedDrive, SyntheticModel, make_records, synthetic_model
+from runtime.storage.incoming import Phase
+from runtime.storage.store import Store
 
 FULL = load_geometry("k3.1")
 RECORD_BYTES = record_layout(FULL).n_bytes

@@ -21,7 +21,7 @@ from layout.record import record_layout
 from layout.sizes import counted, format_rate, format_size
 from manifests.errors import DeviceError, Interrupted, KtierError
 from manifests.geometry import load_geometry
-from runtime.document import version_facts
+from runtime.bench.document import version_facts
 from runtime.gpu_facts import (
     CudaFacts,
     GpuFacts,

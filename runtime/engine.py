@@ -22,9 +22,7 @@ from manifests.errors import BadInputError, DamagedDataError, DeviceError, Usage
 from manifests.geometry import Geometry
 from runtime.decode import Decoder
 from runtime.experts import CheckpointRecords, StreamedExperts
-from runtime.flat_out import Source, flat_out_bytes_per_s
 from runtime.heat import LoggedExperts, RoutingLog
-from runtime.incoming import Phase
 from runtime.kernels.prompt_q8_0 import why_no_prompt_products
 from runtime.kernels.rows import TILE_ROWS, Arithmetic, forbid_tf32
 from runtime.memory import AUTO
@@ -37,7 +35,9 @@ from runtime.speculate import Step as Step
 from runtime.start import check_direct, check_tier_caps, checked_kernels, planned_budgets, present_budgets
 from runtime.state import State
 from runtime.stats import ExpertCounts, new_counts
-from runtime.store import Store
+from runtime.storage.flat_out import Source, flat_out_bytes_per_s
+from runtime.storage.incoming import Phase
+from runtime.storage.store import Store
 from runtime.weights import CURE, CheckpointWeights, SpineWeights, load_spine
 
 DEFAULT_CONTEXT = 4096

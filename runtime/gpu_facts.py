@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from runtime.arena import Arena, CudaRegistrar
-from runtime.document import driver_version
+from runtime.bench.document import driver_version
 from runtime.kernels import cuda_library, launch, products_check
 from runtime.kernels.products_check import KernelTest
+from runtime.storage.arena import Arena, CudaRegistrar
 
 N_STREAMS = (1, 2, 4, 8)
 BLOCK_BYTES = 256 << 20

@@ -8,12 +8,12 @@ from typing import Any
 
 from layout.reader import reader_name
 from layout.sizes import format_rate, format_size
-from runtime.bench import TIME_PARTS
+from runtime.bench.rig import Run
+from runtime.bench.runs import TIME_PARTS
+from runtime.bench.synthetic import SyntheticModel
 from runtime.engine import Engine, Sample
 from runtime.kernels.cuda_library import fallen_back
-from runtime.rig import Run
 from runtime.stats import DriveCounts, ExpertCounts
-from runtime.synthetic import SyntheticModel
 
 
 def statistics(engine: Engine, *, n_generated: int, process_wall_s: float, flat_out: float | None) -> dict[str, Any]:

@@ -21,9 +21,9 @@ import httpx
 import openai
 
 from runtime.engine import Options
-from runtime.prefixes import ServingEngine
-from runtime.server import Server, ServerOptions
-from runtime.server_http import bind
+from runtime.serving.http import bind
+from runtime.serving.prefixes import ServingEngine
+from runtime.serving.server import Server, ServerOptions
 from runtime.tokens import load_tokenizer
 
 # One for all, since each new one reads the certificates of the web first; and no connection twice, which may have been closed meanwhile.

@@ -11,9 +11,9 @@ import torch
 
 from layout.direct import PAGE
 from manifests.errors import DeviceError, UsageError
-from runtime.arena import Arena
-from runtime.device_slots import SLOT_STEP, Upload, open_device_slots
 from runtime.memory import budget_of, host_reserve_bytes
+from runtime.storage.arena import Arena
+from runtime.storage.device_slots import SLOT_STEP, Upload, open_device_slots
 
 HUGE = 2 << 20
 
@@ -105,7 +105,7 @@ def test_too_little_address_space_makes_the_pool_smaller_and_names_what_failed()
     """In a process of its own, since the limit is the whole process's."""
     script = """
 import pathlib, resource
-from runtime.arena import Arena
+from runtime.storage.arena import Arena
 used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * 4096
 resource.setrlimit(resource.RLIMIT_AS, (used + (100 << 20), used + (100 << 20)))
 arena = Arena(256, 1 << 20, registrar=None, on_remark=print)

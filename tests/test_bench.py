@@ -18,8 +18,10 @@ from conftest import command, succeed
 
 from manifests.errors import BadInputError, Interrupted, UsageError
 from manifests.load import load_manifest
-from runtime import bench
-from runtime.bench import (
+from runtime.bench import runs as bench
+from runtime.bench.chart import RateSeries
+from runtime.bench.document import checkout_commit, driver_version, ids_digest
+from runtime.bench.runs import (
     ChildError,
     Output,
     Spread,
@@ -33,9 +35,7 @@ from runtime.bench import (
     table_lines,
     time_bar,
 )
-from runtime.chart import RateSeries
 from runtime.cli.bench import bench_command
-from runtime.document import checkout_commit, driver_version, ids_digest
 from runtime.live import live_line
 
 IDS = "5,6,7,8"

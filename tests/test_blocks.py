@@ -11,13 +11,13 @@ import torch
 from conftest import MODELS
 
 from manifests.geometry import load_geometry
-from runtime.cache import ExpertKey, SlotCache
 from runtime.decode import LEAST_RETAINING_ROWS, Decoder
 from runtime.engine import Engine, Options
-from runtime.incoming import Phase
 from runtime.kernels.rows import TILE_ROWS
 from runtime.state import KdaState, State, rewind_bytes
-from runtime.store import Store
+from runtime.storage.cache import ExpertKey, SlotCache
+from runtime.storage.incoming import Phase
+from runtime.storage.store import Store
 
 N_POSITIONS = 200
 # What the text is when a block begins that will be cut.

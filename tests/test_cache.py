@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from runtime.cache import ExpertKey, HostPool, SlotCache
+from runtime.storage.cache import ExpertKey, HostPool, SlotCache
 
 # Tokens, layers, experts chosen: ids.
 Trace = list[list[list[int]]]

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from runtime.chart import WIDTH, RateSeries, TimeBar, axis_ticks, bench_chart
+from runtime.bench.chart import WIDTH, RateSeries, TimeBar, axis_ticks, bench_chart
 
 SVG = "{http://www.w3.org/2000/svg}"
 FAST = RateSeries("/mnt/a (tier A)", ((0, 1, 10e9), (1, 2, 5e9)))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manifests.errors import BadInputError
-from runtime.chat_format import Argument, Segment, chat_segments, encode_chat, encode_segments, parse_chat, read_arguments
+from runtime.chat.format import Argument, Segment, chat_segments, encode_chat, encode_segments, parse_chat, read_arguments
 from runtime.tokens import Tokenizer, load_tokenizer
 
 CASES = json.loads((DATA / "chat_segments.json").read_text())["cases"]

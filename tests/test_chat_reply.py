@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manifests.errors import BadInputError
-from runtime.chat_format import ReplyStart, encode_chat, parse_chat
-from runtime.chat_reply import Delta, Reply, ReplyCall, ReplyParser
+from runtime.chat.format import ReplyStart, encode_chat, parse_chat
+from runtime.chat.reply import Delta, Reply, ReplyCall, ReplyParser
 from runtime.tokens import Tokenizer, load_tokenizer
 
 tiny = load_tokenizer(DATA / "tiny-k3.1", vocab_size=512)

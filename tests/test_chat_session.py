@@ -9,11 +9,11 @@ import pytest
 from conftest import DATA
 
 from manifests.errors import BadInputError, KtierError
-from runtime.chat_format import encode_chat, parse_chat
-from runtime.chat_session import ChatSession, ChatSettings
+from runtime.chat.format import encode_chat, parse_chat
+from runtime.chat.session import ChatSession, ChatSettings
 from runtime.engine import Options
-from runtime.prefixes import ServingEngine
-from runtime.server_queue import Cancelled
+from runtime.serving.prefixes import ServingEngine
+from runtime.serving.queue import Cancelled
 from runtime.tokens import load_tokenizer
 
 TINY = load_tokenizer(DATA / "tiny-k3.1", vocab_size=512)

@@ -9,9 +9,9 @@ from conftest import MODELS
 
 from runtime.decode import Decoder, LayerFacts
 from runtime.engine import Engine, Options
-from runtime.incoming import Phase
 from runtime.kernels.rows import Arithmetic
 from runtime.state import initial_state
+from runtime.storage.incoming import Phase
 
 N_TOKENS = 40
 SPLITS = ([1] * N_TOKENS, [16, 16, 8], [5, 3, 13, 2, 1, 16])

@@ -22,13 +22,13 @@ from manifests.errors import DamagedDataError, DeviceError, UsageError
 from manifests.geometry import load_geometry
 from manifests.load import load_manifest
 from prep.placement.heat import read_heat
-from runtime.bench import outputs_of, rate_series, read_bench, time_bar
+from runtime.bench.document import ids_digest
+from runtime.bench.routing import read_trace
+from runtime.bench.runs import outputs_of, rate_series, read_bench, time_bar
 from runtime.cli.faults import with_faults_told
 from runtime.cli.live import LiveLine, can_show_live
-from runtime.document import ids_digest
 from runtime.engine import Engine, Options
 from runtime.gpu_facts import GpuFacts, GpuProcess, KernelFacts, KernelTest
-from runtime.routing import read_trace
 from runtime.start import Room, budgets_of, checked_kernels, kernels_text, no_room_for_spine, refuse_buffered, who_has_the_gpu
 
 PROMPT = "5,6,7,8"

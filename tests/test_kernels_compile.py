@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from manifests.geometry import load_geometry
+from runtime.bench.rig import Rig, Setting
+from runtime.bench.synthetic import EmulatedDrive
 from runtime.kernels.launch import HAS_TRITON, IS_INTERPRETED
-from runtime.rig import Rig, Setting
-from runtime.synthetic import EmulatedDrive
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON or IS_INTERPRETED, reason="needs Triton's compiler")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runtime.chat_format import encode_segments
+from runtime.chat.format import encode_segments
 from runtime.tokens import RANKS_FILE_NAME, Tokenizer, load_tokenizer
 from tools.mini.batches import Form, batches, held_out_rows, make_batch, packed_rows
 from tools.mini.bpe import learn_ranks, ranks_file

@@ -12,16 +12,16 @@ from safetensors.numpy import load_file
 from torch import Tensor
 
 from manifests.geometry import load_geometry
+from runtime.bench.rig import Rig, Setting
+from runtime.bench.synthetic import EmulatedDrive
 from runtime.engine import DEFAULT_CHUNK, Engine, Options, PromptProgress
-from runtime.incoming import Phase
 from runtime.kernels.rows import TILE_ROWS, Arithmetic
 from runtime.live import prompt_line
 from runtime.memory import GPU_RESERVE_BYTES
 from runtime.prompt import ExpertTables, PromptPass, neighbours, prompt_bytes, rows_that_fit, sort_uses
-from runtime.rig import Rig, Setting
 from runtime.sampler import Sampler
 from runtime.state import MlaState
-from runtime.synthetic import EmulatedDrive
+from runtime.storage.incoming import Phase
 
 TOLERANCE = 2e-4
 

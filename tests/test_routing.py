@@ -8,7 +8,7 @@ import safetensors.numpy
 
 from manifests.errors import BadInputError, UsageError
 from manifests.geometry import Geometry, load_geometry
-from runtime.routing import make_routing, read_trace, write_trace
+from runtime.bench.routing import make_routing, read_trace, write_trace
 
 KINDS = ("uniform", "zipf", "zipf:1.2", "among:20")
 

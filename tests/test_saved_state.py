@@ -17,11 +17,11 @@ from manifests.load import load_manifest
 from manifests.manifest import Manifest
 from runtime.decode import LayerFacts
 from runtime.engine import Engine, Options
-from runtime.incoming import Phase
 from runtime.kernels.rows import Arithmetic
 from runtime.model import IndexedMlaState, Model
 from runtime.saved_state import SavedState, made_on, new_ids, on_device, read_state, write_state
 from runtime.state import KdaState, MlaState, State
+from runtime.storage.incoming import Phase
 
 N_SAVED, N_PROMPT, N_REPLY = 21, 40, 12
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.schedule import LONGEST_PAUSE_S, Chunk, DriveFacts, Job, NoCopyLeft, Read, Scheduler, chunks_in_order_of_need
+from runtime.storage.schedule import LONGEST_PAUSE_S, Chunk, DriveFacts, Job, NoCopyLeft, Read, Scheduler, chunks_in_order_of_need
 
 # A record of K3.1, and drives of 26, 13 and 6 GB/s.
 RECORD = 17_547_264

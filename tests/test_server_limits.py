@@ -25,10 +25,10 @@ from serving import CHAT, COMPLETION, HTTP, Client, Served, cut_off, eventually,
 from manifests.errors import UsageError
 from runtime.cli.serve import serve_command
 from runtime.engine import Options
-from runtime.prefixes import ServingEngine
-from runtime.server import HEARTBEAT_S
-from runtime.server_http import bind, listen
-from runtime.server_metrics import Metrics
+from runtime.serving.http import bind, listen
+from runtime.serving.metrics import Metrics
+from runtime.serving.prefixes import ServingEngine
+from runtime.serving.server import HEARTBEAT_S
 from runtime.tokens import load_tokenizer
 
 TINY = load_tokenizer(DATA / "tiny-k3.1", vocab_size=512)
@@ -182,7 +182,7 @@ def is_closed(client: socket.socket) -> bool:
 
 
 def test_a_client_that_takes_nothing_of_its_answer_is_given_up(extractions: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.server_http.WRITE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("runtime.serving.http.WRITE_TIMEOUT_S", 0.2)
     body = json.dumps({"tokens": [500] * 400_000}).encode()
     with serving_inside(extractions[NAME]) as served, connected(served) as client:
         client.sendall(b"POST /detokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
@@ -191,7 +191,7 @@ def test_a_client_that_takes_nothing_of_its_answer_is_given_up(extractions: dict
 
 
 def test_connections_above_a_number_are_closed(extractions: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.server.MOST_CONNECTIONS", 4)
+    monkeypatch.setattr("runtime.serving.server.MOST_CONNECTIONS", 4)
     with serving_inside(extractions[NAME]) as served:
         eventually(lambda: HTTP.get(f"{served.url}/health").status_code == 200)
         with contextlib.ExitStack() as stack:

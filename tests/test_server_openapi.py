@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving import HTTP, Client, serving_inside
 
-from runtime.server_openapi import openapi
+from runtime.serving.openapi import openapi
 
 schemathesis = pytest.importorskip("schemathesis", reason="the dev extra's schemathesis is not installed")
 

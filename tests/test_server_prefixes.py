@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from runtime.engine import Options, Step
 from runtime.kernels.rows import Arithmetic
-from runtime.prefixes import KeptStates, ServingEngine, kept_bytes, n_saying_the_same, on_host
 from runtime.sampler import Sampler
 from runtime.saved_state import SavedState
-from runtime.server_queue import Cancelled
+from runtime.serving.prefixes import KeptStates, ServingEngine, kept_bytes, n_saying_the_same, on_host
+from runtime.serving.queue import Cancelled
 from runtime.state import KdaState, MlaState, State
 from runtime.tokens import load_tokenizer
 

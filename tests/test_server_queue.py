@@ -9,7 +9,7 @@ import pytest
 from serving import eventually
 
 from manifests.errors import DamagedDataError
-from runtime.server_queue import Cancelled, Failed, Job, JobQueue, QueueClosed, QueueFull
+from runtime.serving.queue import Cancelled, Failed, Job, JobQueue, QueueClosed, QueueFull
 
 
 class Watched:

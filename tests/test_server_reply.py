@@ -10,14 +10,14 @@ from conftest import DATA
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.chat_format import parse_chat
+from runtime.chat.format import parse_chat
 from runtime.engine import Options
-from runtime.prefixes import ServingEngine
-from runtime.server_metrics import Metrics
-from runtime.server_queue import Cancelled, Job
-from runtime.server_reply import ChatAnswer, CompletionAnswer, StopText, logprob_of
-from runtime.server_schema import Sampling
-from runtime.server_work import Done, Piece, Task, Worker, as_kept
+from runtime.serving.metrics import Metrics
+from runtime.serving.prefixes import ServingEngine
+from runtime.serving.queue import Cancelled, Job
+from runtime.serving.reply import ChatAnswer, CompletionAnswer, StopText, logprob_of
+from runtime.serving.schema import Sampling
+from runtime.serving.work import Done, Piece, Task, Worker, as_kept
 from runtime.tokens import load_tokenizer
 
 TINY = load_tokenizer(DATA / "tiny-k3.1", vocab_size=512)

@@ -15,15 +15,15 @@ import pytest
 import torch
 from loop_mounts import mounted_ext4, run
 
-import runtime.store
+import runtime.storage.store
 from layout.prepared import Copies, Prepared, open_prepared
 from layout.record import expert_file_name
 from manifests.errors import DamagedDataError
 from manifests.manifest import Drive
-from runtime.cache import ExpertKey
-from runtime.incoming import Phase
 from runtime.stats import ExpertCounts, new_counts
-from runtime.store import Store
+from runtime.storage.cache import ExpertKey
+from runtime.storage.incoming import Phase
+from runtime.storage.store import Store
 
 N_BYTES = 9792
 N_EXPERTS = 16
@@ -424,7 +424,7 @@ def test_a_read_that_hangs_comes_from_the_other_copy_and_its_slot_is_not_used_me
 
 def test_after_a_while_it_says_what_a_layer_waits_for(stalled: tuple[Model, Callable[[Path], None]], monkeypatch: pytest.MonkeyPatch) -> None:
     model, stall = stalled
-    monkeypatch.setattr(runtime.store, "_ALARM_S", 0.3)
+    monkeypatch.setattr(runtime.storage.store, "_ALARM_S", 0.3)
     for drive in (0, 1):
         stall(model.path(drive, 3, 5))
     store = model.store(n_device=20, n_host=20, servers=(0, 1))

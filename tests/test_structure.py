@@ -31,7 +31,7 @@ def test_the_wheel_exposes_exactly_the_four_packages(tmp_path: Path) -> None:
         "manifests/geometries/k3.1.yaml",
         "manifests/example.yaml",
         "runtime/kernels/kda.py",
-        "runtime/pages/status.html",
+        "runtime/serving/pages/status.html",
         "layout/read_pool.c",
     } <= set(names)
     sources = {str(p.relative_to(ROOT)) for package in ("manifests", "layout", "prep", "runtime") for p in (ROOT / package).rglob("*.py")}

@@ -18,9 +18,9 @@ from inside import krun, ran, refused
 
 from manifests.errors import Interrupted
 from manifests.geometry import load_geometry
-from runtime.rig import Rig
-from runtime.routing import read_trace, write_trace
-from runtime.synthetic import EmulatedDrive, random_spine, record_name, records_removed_afterwards, spine_bytes
+from runtime.bench.rig import Rig
+from runtime.bench.routing import read_trace, write_trace
+from runtime.bench.synthetic import EmulatedDrive, random_spine, record_name, records_removed_afterwards, spine_bytes
 
 N_FILES = 6
 SMALL = ("--device", "cpu", "--expert-files", N_FILES, "--vram-cache", "20slots", "--host-pool", "30slots", "-n", 4, "--warm", 1)

@@ -18,7 +18,9 @@ from layout.terminal import note, say
 from layout.writer import write_bytes
 from manifests.errors import DamagedDataError, KtierError, UsageError
 from manifests.load import load_manifest
-from runtime.bench import (
+from runtime.bench.chart import bench_chart
+from runtime.bench.document import Configuration, device_facts, manifest_facts, stats_document
+from runtime.bench.runs import (
     Variant,
     check_same_prompt,
     first_difference,
@@ -31,11 +33,9 @@ from runtime.bench import (
     table_lines,
     time_bar,
 )
-from runtime.chart import bench_chart
 from runtime.cli.arguments import HOST_OPTION, PREFETCH_OPTION, VRAM_OPTION, DeviceOption, check_outputs
 from runtime.cli.bench_synthetic import DEFAULT_FILES, DEFAULT_ROUTING, DEFAULT_TOKENS, Asked, bench_synthetic, default_files
 from runtime.cli.generate import generate_command
-from runtime.document import Configuration, device_facts, manifest_facts, stats_document
 
 DEFAULT_PROMPT = "A lighthouse keeper finds a letter in a bottle. Tell the story."
 DEFAULT_RUN_TOKENS = 128

@@ -15,16 +15,12 @@ from layout.terminal import ProgressLine, note, say
 from layout.writer import write_bytes
 from manifests.errors import UsageError
 from manifests.geometry import Geometry, load_geometry
-from runtime.bench import TIME_PARTS, rate_series
-from runtime.chart import TimeBar, bench_chart
-from runtime.document import Configuration, device_facts, repeat_facts, stats_document
-from runtime.engine import choose_device
-from runtime.memory import AUTO
-from runtime.report import synthetic_lines, synthetic_statistics
-from runtime.rig import Rig, Setting
-from runtime.routing import make_routing
-from runtime.start import Budgets, checked_kernels, planned_budgets, present_budgets
-from runtime.synthetic import (
+from runtime.bench.chart import TimeBar, bench_chart
+from runtime.bench.document import Configuration, device_facts, repeat_facts, stats_document
+from runtime.bench.rig import Rig, Setting
+from runtime.bench.routing import make_routing
+from runtime.bench.runs import TIME_PARTS, rate_series
+from runtime.bench.synthetic import (
     EmulatedDrive,
     SyntheticModel,
     parse_emulated_drive,
@@ -32,6 +28,10 @@ from runtime.synthetic import (
     spine_bytes,
     synthetic_model,
 )
+from runtime.engine import choose_device
+from runtime.memory import AUTO
+from runtime.report import synthetic_lines, synthetic_statistics
+from runtime.start import Budgets, checked_kernels, planned_budgets, present_budgets
 
 DEFAULT_TOKENS = 32
 DEFAULT_FILES = 256

@@ -19,8 +19,8 @@ from rich.console import Console
 from layout.sizes import format_size
 from layout.terminal import note, write_text
 from manifests.errors import BadInputError, DeviceError, Interrupted, KtierError, UsageError
-from runtime.chat_format import EFFORTS
-from runtime.chat_session import STOPPED, ChatSession, ChatSettings, Turn
+from runtime.chat.format import EFFORTS
+from runtime.chat.session import STOPPED, ChatSession, ChatSettings, Turn
 from runtime.cli.arguments import (
     HOST_OPTION,
     PREFETCH_OPTION,
@@ -35,8 +35,8 @@ from runtime.cli.arguments import (
 from runtime.cli.live import LiveLine
 from runtime.engine import DEFAULT_CHUNK, Options
 from runtime.memory import AUTO
-from runtime.prefixes import ServingEngine, kept_bytes
-from runtime.server_queue import Cancelled
+from runtime.serving.prefixes import ServingEngine, kept_bytes
+from runtime.serving.queue import Cancelled
 from runtime.tokens import load_tokenizer
 
 # A turn leaves two: at its prompt's end and at its answer's.

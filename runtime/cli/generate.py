@@ -17,6 +17,8 @@ from layout.terminal import note, say, write_text
 from layout.writer import write_bytes
 from manifests.errors import BadInputError, UsageError
 from manifests.manifest import Manifest
+from runtime.bench.document import Configuration, device_facts, manifest_facts, repeat_facts, stats_document
+from runtime.bench.routing import write_trace
 from runtime.cli.arguments import (
     HOST_OPTION,
     LONG_CONTEXT_OPTION,
@@ -32,7 +34,6 @@ from runtime.cli.arguments import (
     parse_tier_caps,
 )
 from runtime.cli.live import LiveLine, can_show_live
-from runtime.document import Configuration, device_facts, manifest_facts, repeat_facts, stats_document
 from runtime.draft.choice import DrafterChoice, choose_drafter
 from runtime.draft.gates import ADAPTIVE, Gate, parse_gate
 from runtime.engine import DEFAULT_CHUNK, Engine, Options, check_ids, choose_device, context_limit, open_model
@@ -40,7 +41,6 @@ from runtime.heat import RoutingLog, write_heat
 from runtime.live import live_line, prompt_line
 from runtime.memory import AUTO
 from runtime.report import statistics, statistics_lines
-from runtime.routing import write_trace
 from runtime.sampler import Sampler
 from runtime.saved_state import SavedState, new_ids, read_state, write_state
 from runtime.speculate import Drafting

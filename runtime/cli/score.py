@@ -10,6 +10,7 @@ from layout.checkpoint import open_checkpoint
 from layout.config import K31
 from layout.terminal import note, say
 from manifests.errors import UsageError
+from runtime.bench.comparison import compare_logits
 from runtime.cli.arguments import (
     HOST_OPTION,
     LONG_CONTEXT_OPTION,
@@ -20,7 +21,6 @@ from runtime.cli.arguments import (
     check_outputs,
     is_long_context,
 )
-from runtime.comparison import compare_logits
 from runtime.engine import Engine, Options, check_ids, choose_device, context_limit, open_checkpoint_model, open_model, score_with
 from runtime.kernels.rows import Arithmetic
 from runtime.memory import AUTO

@@ -22,9 +22,9 @@ from runtime.cli.arguments import (
 )
 from runtime.engine import DEFAULT_CHUNK, Options
 from runtime.memory import AUTO
-from runtime.prefixes import ServingEngine, kept_bytes
-from runtime.server import Server, ServerOptions
-from runtime.server_http import bind, is_loopback, listen
+from runtime.serving.http import bind, is_loopback, listen
+from runtime.serving.prefixes import ServingEngine, kept_bytes
+from runtime.serving.server import Server, ServerOptions
 from runtime.tokens import load_tokenizer
 
 LEAST_KEY_CHARS = 8

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from runtime.chat_format import encode_segments
+from runtime.chat.format import encode_segments
 from runtime.tokens import Tokenizer, load_tokenizer
 from tools.mini.corpus import Document, Split, Topic, documents
 

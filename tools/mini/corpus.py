@@ -11,7 +11,7 @@ from hashlib import blake2b
 from random import Random
 from typing import Any, Literal, NamedTuple
 
-from runtime.chat_format import Segment, chat_segments, parse_chat
+from runtime.chat.format import Segment, chat_segments, parse_chat
 from tools.mini.facts import KINDS, Fact, Kind, say
 from tools.mini.stories import NAMES, OBJECTS, make_story
 

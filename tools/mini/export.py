@@ -23,7 +23,7 @@ from layout.tensors import spine_tensors
 from layout.writer import write_bytes
 from manifests.geometry import Geometry, load_geometry
 from prep.tiny import make_checkpoint
-from runtime.chat_format import END_OF_MSG
+from runtime.chat.format import END_OF_MSG
 from runtime.tokens import RANKS_FILE_NAME, load_tokenizer
 from tools.mini.bpe import learn_ranks, ranks_file
 from tools.mini.corpus import END_OF_TEXT, documents

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layout.checkpoint import open_checkpoint
-from runtime.chat_format import encode_chat, parse_chat
-from runtime.chat_reply import Reply, ReplyParser
-from runtime.comparison import compare_logits
+from runtime.bench.comparison import compare_logits
+from runtime.chat.format import encode_chat, parse_chat
+from runtime.chat.reply import Reply, ReplyParser
 from runtime.engine import Engine, Options, open_checkpoint_model, score_with
 from runtime.kernels.rows import Arithmetic
 from runtime.sampler import Sampler

@@ -18,19 +18,19 @@ from layout.direct import PAGE, Extent, probe_directory, round_up
 from layout.prepared import Copies
 from layout.record import RecordLayout, record_layout
 from manifests.geometry import Geometry
-from runtime.arena import Arena, CudaRegistrar
+from runtime.bench.routing import make_routing
+from runtime.bench.synthetic import EmulatedDrive, SyntheticModel, emulated_servers, make_records, random_spine, record_name, synthetic_model
 from runtime.decode import Decoder, DeviceRecords, LayerFacts
-from runtime.device_slots import SLOT_STEP
 from runtime.engine import Sample, sample_of
-from runtime.flat_out import DEPTHS, Source, best_flat_out
-from runtime.incoming import Phase
 from runtime.kernels.rows import forbid_tf32
 from runtime.prompt import PromptPass
-from runtime.routing import make_routing
 from runtime.state import FixedState
 from runtime.stats import ExpertCounts, new_counts
-from runtime.store import Store
-from runtime.synthetic import EmulatedDrive, SyntheticModel, emulated_servers, make_records, random_spine, record_name, synthetic_model
+from runtime.storage.arena import Arena, CudaRegistrar
+from runtime.storage.device_slots import SLOT_STEP
+from runtime.storage.flat_out import DEPTHS, Source, best_flat_out
+from runtime.storage.incoming import Phase
+from runtime.storage.store import Store
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from runtime.prefixes import ServingEngine
+from runtime.serving.prefixes import ServingEngine
 from runtime.stats import ExpertCounts
 
 PHASES = ("prompt_pass", "decode")

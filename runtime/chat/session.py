@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 from layout.sizes import format_size
 from layout.writer import write_bytes
 from manifests.errors import BadInputError
-from runtime.chat_format import Chat, encode_chat, parse_chat
-from runtime.prefixes import ServingEngine
+from runtime.chat.format import Chat, encode_chat, parse_chat
 from runtime.sampler import Sampler
-from runtime.server_metrics import request_statistics
-from runtime.server_queue import Cancelled
-from runtime.server_reply import ChatAnswer, Usage
-from runtime.server_work import Generation, as_kept
+from runtime.serving.metrics import request_statistics
+from runtime.serving.prefixes import ServingEngine
+from runtime.serving.queue import Cancelled
+from runtime.serving.reply import ChatAnswer, Usage
+from runtime.serving.work import Generation, as_kept
 from runtime.tokens import Tokenizer
 
 Json = dict[str, Any]

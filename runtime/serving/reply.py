@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from runtime.chat_format import ReplyStart
-from runtime.chat_reply import Delta, ReplyParser
+from runtime.chat.format import ReplyStart
+from runtime.chat.reply import Delta, ReplyParser
 from runtime.tokens import TextStream, Tokenizer
 
 Json = dict[str, Any]

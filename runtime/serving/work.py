@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from runtime.prefixes import ServingEngine
 from runtime.sampler import Sampler
-from runtime.server_metrics import Metrics, request_statistics
-from runtime.server_queue import Job
-from runtime.server_reply import Answer, Usage
-from runtime.server_schema import Sampling
+from runtime.serving.metrics import Metrics, request_statistics
+from runtime.serving.prefixes import ServingEngine
+from runtime.serving.queue import Job
+from runtime.serving.reply import Answer, Usage
+from runtime.serving.schema import Sampling
 from runtime.tokens import Tokenizer
 
 Json = dict[str, Any]

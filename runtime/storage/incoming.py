@@ -6,9 +6,9 @@ from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
-from runtime.cache import ExpertKey
-from runtime.schedule import Chunk, Job, Read
 from runtime.stats import DriveCounts
+from runtime.storage.cache import ExpertKey
+from runtime.storage.schedule import Chunk, Job, Read
 
 # Experts that are handed out together, except for a layer's last: each group costs the host about a tenth of a millisecond.
 LEAST_GROUP = 4

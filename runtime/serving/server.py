@@ -27,16 +27,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from manifests.errors import BadInputError, KtierError
-from runtime.chat_format import REQUEST_KEYS, Chat, encode_chat, parse_chat
+from runtime.chat.format import REQUEST_KEYS, Chat, encode_chat, parse_chat
 from runtime.engine import check_ids
-from runtime.prefixes import ServingEngine
-from runtime.server_http import EventStream, Gone, Guard, Inbox, NoAnswer, comment, error_response, event, read_body, timed_protocol
-from runtime.server_metrics import GOOD, Metrics, prometheus_text
-from runtime.server_openapi import openapi
-from runtime.server_page import model_facts, page
-from runtime.server_queue import Cancelled, Failed, Job, JobQueue, QueueClosed, QueueFull
-from runtime.server_reply import Answer, ChatAnswer, CompletionAnswer
-from runtime.server_schema import (
+from runtime.serving.http import EventStream, Gone, Guard, Inbox, NoAnswer, comment, error_response, event, read_body, timed_protocol
+from runtime.serving.metrics import GOOD, Metrics, prometheus_text
+from runtime.serving.openapi import openapi
+from runtime.serving.page import model_facts, page
+from runtime.serving.prefixes import ServingEngine
+from runtime.serving.queue import Cancelled, Failed, Job, JobQueue, QueueClosed, QueueFull
+from runtime.serving.reply import Answer, ChatAnswer, CompletionAnswer
+from runtime.serving.schema import (
     CHAT,
     COMPLETION,
     DEFAULT_COMPLETION_TOKENS,
@@ -54,7 +54,7 @@ from runtime.server_schema import (
     sampling,
     token_ids,
 )
-from runtime.server_work import Done, Piece, Task, Worker
+from runtime.serving.work import Done, Piece, Task, Worker
 from runtime.tokens import Tokenizer
 
 # What an answer is called in the API.

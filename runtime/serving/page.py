@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
-from runtime.prefixes import ServingEngine
+from runtime.serving.prefixes import ServingEngine
 
 _INLINE = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
 
@@ -23,7 +23,7 @@ async def page(request: Request) -> HTMLResponse:
 @functools.cache
 def _page() -> tuple[str, dict[str, str]]:
     """Return the page and its headers. Its own style and script are allowed by their hashes, and nothing else is."""
-    text = resources.files("runtime").joinpath("pages/status.html").read_text(encoding="utf-8")
+    text = resources.files("runtime.serving").joinpath("pages/status.html").read_text(encoding="utf-8")
     hashes = {kind: f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'" for kind, content in _INLINE.findall(text)}
     policy = {
         "default-src": "'none'",

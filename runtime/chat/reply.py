@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from runtime.chat_format import CLOSE, END_OF_MSG, OPEN, SEP, ReplyStart
+from runtime.chat.format import CLOSE, END_OF_MSG, OPEN, SEP, ReplyStart
 from runtime.tokens import TextStream, Tokenizer
 
 Field = Literal["reasoning_content", "content", "tool_calls"]

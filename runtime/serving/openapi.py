@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-from runtime.chat_format import EFFORTS, TOOL_CHOICES
-from runtime.server_schema import CHAT, COMPLETION, MAX_MESSAGES, TEXT, Field
+from runtime.chat.format import EFFORTS, TOOL_CHOICES
+from runtime.serving.schema import CHAT, COMPLETION, MAX_MESSAGES, TEXT, Field
 
 Json = dict[str, Any]
 

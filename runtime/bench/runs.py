@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from layout.sizes import format_size
 from manifests.errors import BadInputError, KtierError
-from runtime.chart import RateSeries, TimeBar
-from runtime.document import repeat_facts
+from runtime.bench.chart import RateSeries, TimeBar
+from runtime.bench.document import repeat_facts
 
 # A process of its own, whichever way this one was started; -P: not a package that happens to lie in the current directory.
 _KRUN = (sys.executable, "-P", "-c", "from runtime.entry import main; main()")

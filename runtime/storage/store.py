@@ -18,13 +18,13 @@ from layout.prepared import Copies, Prepared
 from layout.reader import Completion, Reader, ReadRequest, why_slower
 from layout.record import RecordLayout
 from manifests.errors import DamagedDataError
-from runtime.arena import Arena, CudaRegistrar
-from runtime.cache import ExpertKey, HostPool, SlotCache
-from runtime.device_slots import DeviceSlots, Upload, open_device_slots
-from runtime.drives import Holders, depths_of, drive_facts
-from runtime.incoming import Incoming, LayerFetch, Phase, Ticket
-from runtime.schedule import Chunk, Job, NoCopyLeft, Read, Scheduler, chunks_in_order_of_need
 from runtime.stats import DriveCounts, ExpertCounts
+from runtime.storage.arena import Arena, CudaRegistrar
+from runtime.storage.cache import ExpertKey, HostPool, SlotCache
+from runtime.storage.device_slots import DeviceSlots, Upload, open_device_slots
+from runtime.storage.drives import Holders, depths_of, drive_facts
+from runtime.storage.incoming import Incoming, LayerFetch, Phase, Ticket
+from runtime.storage.schedule import Chunk, Job, NoCopyLeft, Read, Scheduler, chunks_in_order_of_need
 
 # Host slots beside the pool, for records that are asked of another drive while a slow one may still write into theirs.
 _N_SPARE = 2

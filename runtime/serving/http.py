@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from manifests.errors import UsageError
-from runtime.server_schema import MAX_BODY_BYTES, ApiError
+from runtime.serving.schema import MAX_BODY_BYTES, ApiError
 
 Json = dict[str, Any]
 

@@ -7,8 +7,8 @@ import numpy as np
 
 from layout.drives import DirectoryFacts, group_by_device
 from layout.prepared import Prepared
-from runtime.cache import ExpertKey
-from runtime.schedule import DriveFacts
+from runtime.storage.cache import ExpertKey
+from runtime.storage.schedule import DriveFacts
 
 # Requests in flight on a drive that was not measured, and on a file system in memory.
 DEFAULT_DEPTH = 3

@@ -1,0 +1,1 @@
+"""Runs that are compared: in fresh processes, or without weights at full geometry."""
