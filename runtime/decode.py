@@ -23,10 +23,11 @@ from runtime.kernels.groups import Groups, group_resident, groups_of
 from runtime.kernels.kda import kda_decode_
 from runtime.kernels.mla import mla_decode_
 from runtime.kernels.norms import rms_norm, rms_norm_gated
-from runtime.kernels.residual import add_mix_and_norm_, mix_and_norm
+from runtime.kernels.residual import add_mix_and_norm_
 from runtime.kernels.router import combine_and_norm, route
 from runtime.kernels.rows import TILE_ROWS
 from runtime.kernels.situ import situ_halves
+from runtime.running_sum import RunningSum
 from runtime.segments import Moment, Segment
 from runtime.state import FixedState, KdaState, MlaState, Rewind, State, kda_input_sizes
 from runtime.weights import SpineWeights
@@ -253,7 +254,7 @@ class _Staged:
             upload(self._to.data_ptr(), self._from.data_ptr(), self._from.numel(), raw_stream(self._device))
 
 
-class _Block:
+class _Block(RunningSum):
     """The buffers and the work of one number of rows; tensors are [1, rows, ...]."""
 
     def __init__(self, decoder: Decoder, n_rows: int, rewind: Rewind | None) -> None:
@@ -341,30 +342,6 @@ class _Block:
         _, x = add_mix_and_norm_(self.bank, self.h, addends, score, gain, eps=self._g.rms_norm_eps)
         self.logits = self._weights.product("output.weight", x)
 
-    def _attend(self, layer: int, addends: tuple[Tensor, ...]) -> Tensor:
-        """Add what the layer before left and the layer's attention to the running sum; return the normalised input of its feed-forward block."""
-        g = self._g
-        n_done, gain = -(-layer // g.residual_block_size), self._vector(layer, "attn_norm.weight")
-        if n_done:
-            x = self._mix(layer, "attn_res_score.weight", n_done, gain, addends)
-        else:
-            assert not addends
-            x = rms_norm(self.h, gain, eps=g.rms_norm_eps, is_tiled=True)
-        attended = self._mla(layer, x) if g.is_full_attention(layer) else self._kda(layer, x)
-        gain = self._vector(layer, "ffn_norm.weight")
-        if layer % g.residual_block_size:
-            return self._mix(layer, "ffn_res_score.weight", n_done, gain, (attended,))
-        # The sum of the outputs since the residual block began goes to the bank, and begins anew.
-        self.bank[n_done].copy_(self.h)
-        self.h.copy_(attended)
-        return self._mix(layer, "ffn_res_score.weight", n_done + 1, gain, ())
-
-    def _mix(self, layer: int, score: str, n_done: int, gain: Tensor, addends: tuple[Tensor, ...]) -> Tensor:
-        bank, scores, eps = self.bank[:n_done], self._vector(layer, score), self._g.rms_norm_eps
-        if addends:
-            return add_mix_and_norm_(bank, self.h, addends, scores, gain, eps=eps)[1]
-        return mix_and_norm(bank, self.h, scores, gain, eps=eps, is_tiled=True)[1]
-
     def _kda(self, layer: int, x: Tensor) -> Tensor:
         g, products = self._g, self._product(layer, "attn_in", x)
         _, gate, low, _ = products.split(kda_input_sizes(g), dim=-1)
@@ -404,9 +381,6 @@ class _Block:
 
     def _product(self, layer: int, name: str, x: Tensor) -> Tensor:
         return self._weights.product(f"blk.{layer}.{name}.weight", x)
-
-    def _vector(self, layer: int, name: str) -> Tensor:
-        return self._weights.vector(f"blk.{layer}.{name}")
 
 
 def _kda_step(g: Geometry, weights: SpineWeights, state: FixedState, layer: int, products: Tensor, z: Tensor) -> Tensor:

@@ -21,11 +21,12 @@ from runtime.kernels.kda import kda_decode_
 from runtime.kernels.norms import rms_norm, rms_norm_gated
 from runtime.kernels.prompt_mla import attend_by_heads, attention_bytes
 from runtime.kernels.prompt_q8_0 import product_bytes, q8_0_product_of_many
-from runtime.kernels.residual import add_mix_and_norm_, mix_and_norm
+from runtime.kernels.residual import add_mix_and_norm_
 from runtime.kernels.router import combine_and_norm, route
 from runtime.kernels.rows import TILE_ROWS, linear
 from runtime.kernels.sigmoid import gate_by_sigmoid
 from runtime.kernels.situ import situ_halves
+from runtime.running_sum import RunningSum
 from runtime.segments import Moment
 from runtime.state import FixedState, KdaState, MlaState, kda_input_sizes
 from runtime.weights import SpineWeights
@@ -150,7 +151,7 @@ class PromptPass:
         return x
 
 
-class _Rows:
+class _Rows(RunningSum):
     """The tokens of one run and what is known of them so far; tensors are [1, rows, ...]."""
 
     def __init__(self, prompt: PromptPass, ids: Sequence[int]) -> None:
@@ -174,30 +175,6 @@ class _Rows:
         last = slice(-1 if is_last_only else 0, None)
         addends = tuple(addend[:, last] for addend in addends)
         return add_mix_and_norm_(self.bank[:, :, last], self.h[:, last], addends, score, gain, eps=g.rms_norm_eps)[1]
-
-    def _attend(self, layer: int, addends: tuple[Tensor, ...]) -> Tensor:
-        """Add what the layer before left and the layer's attention to the running sum; return the normalised input of its feed-forward block."""
-        g = self._g
-        n_done, gain = -(-layer // g.residual_block_size), self._vector(layer, "attn_norm.weight")
-        if n_done:
-            x = self._mix(layer, "attn_res_score.weight", n_done, gain, addends)
-        else:
-            assert not addends
-            x = rms_norm(self.h, gain, eps=g.rms_norm_eps, is_tiled=True)
-        attended = self._mla(layer, x) if g.is_full_attention(layer) else self._kda(layer, x)
-        gain = self._vector(layer, "ffn_norm.weight")
-        if layer % g.residual_block_size:
-            return self._mix(layer, "ffn_res_score.weight", n_done, gain, (attended,))
-        # The sum of the outputs since the residual block began goes to the bank, and begins anew.
-        self.bank[n_done].copy_(self.h)
-        self.h.copy_(attended)
-        return self._mix(layer, "ffn_res_score.weight", n_done + 1, gain, ())
-
-    def _mix(self, layer: int, score: str, n_done: int, gain: Tensor, addends: tuple[Tensor, ...]) -> Tensor:
-        bank, scores, eps = self.bank[:n_done], self._vector(layer, score), self._g.rms_norm_eps
-        if addends:
-            return add_mix_and_norm_(bank, self.h, addends, scores, gain, eps=eps)[1]
-        return mix_and_norm(bank, self.h, scores, gain, eps=eps, is_tiled=True)[1]
 
     def _kda(self, layer: int, x: Tensor) -> Tensor:
         g, state = self._g, self._state.layers[layer]
@@ -291,9 +268,6 @@ class _Rows:
 
     def _product(self, layer: int, name: str, x: Tensor) -> Tensor:
         return q8_0_product_of_many(x[0], self._weights.quantised(f"blk.{layer}.{name}.weight")).unsqueeze(0)
-
-    def _vector(self, layer: int, name: str) -> Tensor:
-        return self._weights.vector(f"blk.{layer}.{name}")
 
 
 def prompt_bytes(g: Geometry, n_rows: int, n_positions: int) -> int:
