@@ -196,16 +196,25 @@ class Engine:
             on_remark=on_remark,
             tier_caps=options.tier_caps,
         )
+        self.on_progress: Callable[[PromptProgress], None] | None = None
+        self._n_layers_done = self._n_layers_due = 0
+        try:
+            self._make_runners(routing_log, on_remark)
+        except BaseException:
+            # Its threads end, and the device lets go of the host's memory.
+            self.store.close()
+            raise
+
+    def _make_runners(self, routing_log: RoutingLog | None, on_remark: Callable[[str], None]) -> None:
+        """Make what runs over the weights and the store: the plain model, decode, and the prompt pass of a GPU."""
         experts = StreamedExperts(self.geometry, self.prepared.record, self.store)
         logged = experts if routing_log is None else LoggedExperts(experts, routing_log)
-        self.model = Model(self.geometry, self.weights, WatchedExperts(logged, self._before_layer), is_long_context=options.is_long_context)
+        self.model = Model(self.geometry, self.weights, WatchedExperts(logged, self._before_layer), is_long_context=self.options.is_long_context)
         self.decoder = self._new_decoder(routing_log)
         with torch.inference_mode():
             self.decoder.capture(1)
-        self.on_progress: Callable[[PromptProgress], None] | None = None
-        self._n_layers_done = self._n_layers_due = 0
         self.prompt_pass = self._new_prompt_pass(routing_log, on_remark)
-        self.chunk = options.chunk if self.prompt_pass is None else self._fitting_chunk()
+        self.chunk = self.options.chunk if self.prompt_pass is None else self._fitting_chunk()
 
     def _new_decoder(self, routing_log: RoutingLog | None) -> Decoder | PlainDecoder:
         if self.options.is_long_context:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from safetensors.numpy import load_file
 from layout.record import expert_file_name
 from manifests.errors import BadInputError, DamagedDataError, DeviceError, UsageError
 from manifests.load import load_manifest
+from runtime.decode import Decoder
 from runtime.engine import Engine, Options, context_limit
 from runtime.kernels.rows import Arithmetic
 from runtime.memory import budget_of
@@ -217,3 +220,22 @@ def test_budgets_become_whole_slots_and_never_more_than_there_are_experts() -> N
         slots("9KB")
     with pytest.raises(DeviceError, match="are to be had"):
         budget_of("1GB", flag="--vram-cache", record_bytes=9792, n_all=10**6, available_bytes=5 * 10**8, auto_bytes=0)
+
+
+def test_an_engine_that_cannot_be_made_ready_leaves_no_reading_threads(extractions: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def names() -> list[str]:
+        native = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+        return sorted(name for name in [*native, *(thread.name for thread in threading.enumerate())] if name.startswith("reader-"))
+
+    def fail(*_: object) -> None:
+        assert names(), "the store is there already"
+        raise DeviceError("no room for a graph")
+
+    before = names()
+    monkeypatch.setattr(Decoder, "capture", fail)
+    with pytest.raises(DeviceError, match="no room for a graph"):
+        Engine(extractions["tiny-k3.1"], Options(device="cpu", vram_cache="8slots", host_pool="8slots"), on_remark=quiet)
+    until = time.monotonic() + 5
+    while names() != before:
+        assert time.monotonic() < until, names()
+        time.sleep(0.01)
