@@ -27,8 +27,8 @@ CC_FLAGS = ("-O2", "-std=c11", "-shared", "-fPIC", "-pthread")
 _MOST_TAKEN = 64
 # How long a caller that wants several waits for them once the first is there.
 _LINGER_S = 5e-4
-# Reads whose threads were still at them when their reader closed: their buffers must stay.
-_abandoned: "list[dict[int, ReadRequest]]" = []
+# Pools that are open, or whose threads were still at a read when they closed: C's threads write into buffers that must stay.
+_open: "set[NativeThreads]" = set()
 
 
 class ReadRequest(NamedTuple):
@@ -176,6 +176,7 @@ class NativeThreads:
         )
         if not self._pool:
             raise MemoryError
+        _open.add(self)
         if error.value:
             self.close(1.0)
             raise OSError(error.value, f"{sum(depths)} threads that read: {os.strerror(error.value)}")
@@ -206,12 +207,9 @@ class NativeThreads:
             if time.perf_counter() > until:
                 break
         pool, self._pool = self._pool, None
-        if pool and n_alive:
-            # A thread that never comes back may still write into its buffer.
-            _abandoned.append(self._reads)
-        elif pool:
+        if pool and not n_alive:
             self._library.pool_free(pool)
-            self._reads.clear()
+            _open.discard(self)
 
     def _post(self, number: int, done: Completion) -> None:
         self._posted[number] = done

@@ -1,10 +1,13 @@
 """The reader: each request ends once, with its own bytes or with its error, and closing does not wait for what was not begun."""
 
 import errno
+import gc
+import mmap
 import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -16,7 +19,7 @@ import pytest
 import xxhash
 
 from layout.direct import BUFFERED, PAGE, Extent, ReadMode, ShortReadError, aligned_buffer, file_blocks, probe_directory, span_bytes
-from layout.read_backends import PythonThreads, native_library
+from layout.read_backends import NativeThreads, PythonThreads, native_library
 from layout.reader import Completion, Reader, ReadRequest, check_hash
 from manifests.errors import DamagedDataError
 
@@ -391,3 +394,27 @@ def test_a_limited_drive_delivers_the_same_bytes_no_faster_than_its_limit(tmp_pa
     # A lower bound is no matter of speed: four records at 16 a second take a quarter of one.
     assert time.perf_counter() - start >= 0.25
     assert all(completion.payload == content for completion in done)
+
+
+def test_threads_that_nobody_closed_keep_the_buffers_that_they_write_into(tmp_path: Path) -> None:
+    library, why = native_library()
+    if library is None:
+        pytest.skip(why)
+    (fifo,) = fifos(tmp_path, 1)
+    before, memory = reader_threads(), mmap.mmap(-1, PAGE)
+    threads = NativeThreads(library, [BUFFERED], [1], [None])
+    threads.submit([ReadRequest("forgotten", 0, fifo, memoryview(memory)[:100])])
+    known = weakref.ref(threads)
+    del threads
+    gc.collect()
+    # While something refers to it, it cannot be unmapped.
+    with pytest.raises(BufferError):
+        memory.close()
+    let_go_soon(fifo)
+    again = known()
+    assert again is not None
+    again.close(5)
+    del again
+    gc.collect()
+    assert known() is None
+    assert_ended_since(before)
