@@ -1,5 +1,6 @@
 """The reader: each request ends once, with its own bytes or with its error, and closing does not wait for what was not begun."""
 
+import contextlib
 import errno
 import gc
 import mmap
@@ -75,7 +76,12 @@ def is_native(request: pytest.FixtureRequest) -> bool:
 
 def reader_threads() -> set[int]:
     """Return the kernel's numbers of the threads that read or hash: C's carry their name in the kernel, Python's in Python."""
-    native = {int(task.name) for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text().startswith("reader-")}
+    native = set()
+    for task in Path("/proc/self/task").iterdir():
+        # One may end in between.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if (task / "comm").read_text().startswith("reader-"):
+                native.add(int(task.name))
     return native | {t.native_id for t in threading.enumerate() if t.name.startswith("reader-") and t.native_id}
 
 

@@ -238,6 +238,8 @@ class Store:
         # The drives are set to work before the rest is looked at.
         self._give_rooms(state, at_most=_N_FIRST)
         self._start(time.perf_counter())
+        # What the pool holds is handed out before what the drives have brought by now.
+        self._upload_waiting()
         self._pump(state)
         # Below here the drives are at work already.
         if not is_prompt:
@@ -251,6 +253,10 @@ class Store:
         self._drain()
         self._give_rooms(state)
         self._start(time.perf_counter())
+        self._upload_waiting()
+
+    def _upload_waiting(self) -> None:
+        """Upload whole records that wait in host memory, as far as the device has slots for them."""
         while self._whole_in_host and self._upload_whole(*self._whole_in_host[0]):
             self._whole_in_host.popleft()
 
