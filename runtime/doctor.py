@@ -374,7 +374,7 @@ def kernel_set_finding(facts: KernelFacts) -> Finding:
         return Finding("kernel set", MACHINE, "good", "plain torch, float32: the CPU's only one")
     if facts.why_not_compiled is None:
         rest = "Triton" if facts.has_triton else "plain torch (Triton is not installed)"
-        return Finding("kernel set", GPU, "good", f"CUDA C++ for the products ({facts.library}), {rest} for the rest")
+        return Finding("kernel set", GPU, "good", f"CUDA C++ for the products ({facts.compiled_kernels}), {rest} for the rest")
     if facts.has_triton:
         cure = "it is slower, no more; nvcc comes with CUDA's toolkit, a GPU's generation is what it is, and wrong results are worth a report"
         return Finding("kernel set", GPU, "note", f"Triton; the CUDA C++ kernels do not run: {facts.why_not_compiled}", cure)

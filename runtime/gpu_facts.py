@@ -106,13 +106,13 @@ class KernelFacts(NamedTuple):
     """What there is to compute with on a device.
 
     why_not_compiled  why the CUDA C++ kernels do not run; None if they do
-    library           where their compiled form lies; None if they do not run
+    compiled_kernels  where their compiled form lies; None if they do not run
     """
 
     device: str
     has_triton: bool
     why_not_compiled: str | None
-    library: Path | None
+    compiled_kernels: Path | None
 
 
 def read_cuda_facts() -> CudaFacts:
@@ -248,7 +248,7 @@ def read_kernel_facts(device: torch.device) -> KernelFacts:
         return KernelFacts("cuda", launch.HAS_TRITON, reason, None)
     if cuda_library.find_library(device) is None:
         return KernelFacts("cuda", launch.HAS_TRITON, "nvcc did not compile them; the warning says why", None)
-    return KernelFacts("cuda", launch.HAS_TRITON, None, cuda_library.library_path(device))
+    return KernelFacts("cuda", launch.HAS_TRITON, None, cuda_library.path_on(device))
 
 
 def run_kernel_tests(device: torch.device) -> list[KernelTest]:

@@ -13,6 +13,9 @@ from runtime.tensor_files import check_writable
 
 ManifestOption = Annotated[Path, typer.Option("-m", "--manifest", metavar="MANIFEST", help="manifest.yaml, or the directory that holds it.")]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu or cuda; without it cuda where there is one.")]
+ChunkOption = Annotated[int, typer.Option("--prefill-chunk", "--chunk", min=1, help="The most tokens the prompt pass takes at a time.")]
+ExactPrefillOption = Annotated[bool, typer.Option("--exact-prefill", help="Use the decode arithmetic in the prompt pass too.")]
+RequireDirectOption = Annotated[bool, typer.Option("--require-direct", help="Fail rather than read experts through the page cache.")]
 VERIFY_EVERY = 16
 VRAM_OPTION = typer.Option(metavar="SIZE", help="Records kept on the device: 27.5GB, 512MB, 16slots, or auto.")
 HOST_OPTION = typer.Option(metavar="SIZE", help="Records kept in host memory, on their way and after: a size, or auto.")

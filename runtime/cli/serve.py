@@ -16,8 +16,11 @@ from runtime.cli.arguments import (
     VERIFY_EVERY,
     VERIFY_OPTION,
     VRAM_OPTION,
+    ChunkOption,
     DeviceOption,
+    ExactPrefillOption,
     ManifestOption,
+    RequireDirectOption,
     parse_tier_caps,
 )
 from runtime.engine import DEFAULT_CHUNK, Options
@@ -48,12 +51,12 @@ def serve_command(
     device: DeviceOption = None,
     vram_cache: Annotated[str, VRAM_OPTION] = AUTO,
     host_pool: Annotated[str, HOST_OPTION] = AUTO,
-    chunk: Annotated[int, typer.Option("--prefill-chunk", "--chunk", min=1, help="The most tokens the prompt pass takes at a time.")] = DEFAULT_CHUNK,
-    exact_prefill: Annotated[bool, typer.Option("--exact-prefill", help="Use the decode arithmetic in the prompt pass too.")] = False,
+    chunk: ChunkOption = DEFAULT_CHUNK,
+    exact_prefill: ExactPrefillOption = False,
     verify_reads: Annotated[int, VERIFY_OPTION] = VERIFY_EVERY,
     prefetch: Annotated[int, PREFETCH_OPTION] = 0,
     tier_cap: Annotated[list[str] | None, TIER_CAP_OPTION] = None,
-    require_direct: Annotated[bool, typer.Option("--require-direct", help="Fail rather than read experts through the page cache.")] = False,
+    require_direct: RequireDirectOption = False,
 ) -> None:
     """Serve OpenAI's API, one answer at a time."""
     keys = _read_keys(api_key_file)

@@ -92,7 +92,7 @@ def why_not(device: torch.device) -> str | None:
         return f"its compute capability is {capability[0]}.{capability[1]}, they need {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]}"
     if shared < LEAST_SHARED_BYTES:
         return f"it has {shared} bytes of shared memory for a block, they need {LEAST_SHARED_BYTES}"
-    if not library_path(device).exists() and find_nvcc() is None:
+    if not path_on(device).exists() and find_nvcc() is None:
         return "nvcc is not on the PATH; install CUDA's compiler, or put its bin directory on the PATH"
     return None
 
@@ -112,7 +112,7 @@ def variant_of(device: torch.device) -> Variant:
     return choose_variant(*_facts(device))
 
 
-def library_path(device: torch.device) -> Path:
+def path_on(device: torch.device) -> Path:
     """Return where the library for a device that can run it lies, or will lie once it is compiled."""
     return cached_path(_architecture(device), variant_of(device))
 
