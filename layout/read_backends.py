@@ -1,6 +1,6 @@
 """Threads that read: C's where a compiler is there, Python's where not. Both do the same; what a caller sees is reader.py.
 
-Python's threads take the interpreter's lock several times per read. Beside a main thread that is busy they read at half the rate.
+Python's threads take the interpreter's lock several times per read, which the engine's thread wants too: read_pool.c says what that was seen to cost.
 """
 
 import ctypes

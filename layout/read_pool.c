@@ -1,7 +1,8 @@
 /* Reads of files by threads that never hold Python's interpreter lock: see read_pool.py.
  *
  * Python's own threads take that lock several times per read, and each time they may wait for the thread that decides and launches, as that one
- * waits for them. Sixteen of them delivered 20 GB/s beside a busy main thread where they deliver 42 beside an idle one.
+ * waits for them. Sixteen small records in 48 reads took 2.3 ms with them and 1.3 ms with these on two cores; on sixteen cores, where the main
+ * thread was the limit, these alone changed nothing.
  */
 #define _GNU_SOURCE
 #include <errno.h>

@@ -121,7 +121,7 @@ def reader_name() -> str:
 def why_slower() -> str | None:
     """Return what to say where Python's threads have to do, or None."""
     library, why = native_library()
-    return None if library is not None else f"reads run in Python's threads, which slow them and the engine down: {why}; install gcc"
+    return None if library is not None else f"reads run in Python's threads, which take the interpreter from the engine: {why}; install gcc"
 
 
 def spare_requests(depth: int) -> int:

@@ -338,9 +338,14 @@ def test_a_drive_begins_as_many_reads_as_its_depth_says_and_no_more(tmp_path: Pa
 
 
 def test_closing_waits_for_what_was_begun_and_drops_the_rest(drives: Drives, tmp_path: Path, is_native: bool) -> None:
-    before, (fifo,) = reader_threads(), fifos(tmp_path, 1)
+    before, (first, fifo) = reader_threads(), fifos(tmp_path, 2)
     reader = Reader([BUFFERED, BUFFERED], [1, 1], is_native=is_native)
-    reader.submit(ReadRequest("begun", 0, fifo, aligned_buffer(100)), *(whole_file(drives, tag) for tag in range(100)))
+    reader.submit(*(ReadRequest(tag, 0, pipe, aligned_buffer(100)) for tag, pipe in (("first", first), ("begun", fifo))))
+    reader.submit(*(whole_file(drives, tag) for tag in range(100)))
+    let_go_soon(first)
+    assert reader.wait().request.tag == "first"
+    # The thread that read it takes the next at once.
+    time.sleep(0.2)
     closing = threading.Thread(target=reader.close, daemon=True)
     closing.start()
     assert not end_within(0.3, closing)
