@@ -14,7 +14,7 @@ class Segment:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def capture(self, pool: Any, stream: torch.cuda.Stream | None) -> None:
-        """Run the work once, so that its kernels are compiled, then record it. The buffers hold whatever that run left in them.
+        """Run the work once, so that its kernels are compiled, record it, and run the record, so that the next piece finds its results.
 
         pool  memory that all segments share: they run one after another, in the order of their capture
         """
@@ -32,6 +32,8 @@ class Segment:
                 self._work()
             finally:
                 graph.capture_end()
+            # What the record writes lies elsewhere than what the first run wrote, and the next piece may take indices from there.
+            graph.replay()
         current.wait_stream(stream)
         self._graph = graph
 
