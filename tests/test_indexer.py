@@ -155,7 +155,8 @@ def test_with_all_positions_selected_attention_is_the_dense_one(device: str) -> 
     tensors = queries_and_cache(21, 19, device)
     positions = torch.arange(40, device=device).expand(2, 19, -1)
     found, expected = attend_selected(*tensors, positions), attend_absorbed(*tensors)
-    assert torch.equal(found, expected) if device == "cpu" else (found - expected).abs().max() < 1e-6
+    # A GPU's library adds the selected positions in another order.
+    assert torch.equal(found, expected) if device == "cpu" else (found - expected).abs().max() < 2e-6 * expected.abs().max()
 
 
 def test_what_is_not_selected_is_not_touched() -> None:

@@ -536,7 +536,12 @@ def test_mla_step_is_that_of_float64(n_past: int, n_tok: int, is_q8_0: bool, dev
 
 def test_mla_with_q8_0_equals_its_expansion(device: str) -> None:
     step = Mla(130, 3).to(device)
-    assert_same(step.run(), step.run(kv_b=step.kv_b))
+    found, expected = step.run(), step.run(kv_b=step.kv_b)
+    if device == "cpu":
+        assert_same(found, expected)
+    else:
+        # Triton lays bytes and floats out over the threads in other ways, and with them the order of the sums.
+        torch.testing.assert_close(found, expected, rtol=0, atol=8 * U * float(expected.abs().max()))
 
 
 def test_mla_without_gate(device: str) -> None:
