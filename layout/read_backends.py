@@ -31,10 +31,18 @@ _LINGER_S = 5e-4
 _open: "set[NativeThreads]" = set()
 
 
+class Target(NamedTuple):
+    """Where what was read is copied on to, by the reader's uploader: an address, and the stream that orders the copy."""
+
+    address: int
+    stream: int
+
+
 class ReadRequest(NamedTuple):
     """A read to do, into a buffer as read_extent wants it. `drive` is an index into the reader's drives.
 
     expected_hash  xxh3-128, hex, that is checked where it is given: by the reader, not by what reads
+    target         where the bytes are copied on to as they arrive, unchecked; C's threads do it, Python's leave it to the caller
     """
 
     tag: Any
@@ -42,22 +50,47 @@ class ReadRequest(NamedTuple):
     extent: Extent
     buffer: memoryview
     expected_hash: str | None = None
+    target: Target | None = None
 
 
 class Completion(NamedTuple):
-    """A read that ended: its bytes, or the error that it met, the time of the read alone, and when that ended by the performance counter."""
+    """A read that ended: its bytes, or the error that it met, the time of the read alone, and when that ended by the performance counter.
+
+    is_copied  whether all of it is under way to the request's target
+    refused    what the uploader said where it refused a copy, otherwise 0
+    """
 
     request: ReadRequest
     payload: memoryview | None
     error: Exception | None
     seconds: float
     ended: float
+    is_copied: bool = False
+    refused: int = 0
+
+
+class Uploader(NamedTuple):
+    """How threads copy on what they have read: addresses of C functions, both 0 if all is well.
+
+    copy     int copy(uint64_t target, const void *source, size_t n, void *stream); 0 stands for a copy within memory
+    enter    int enter(void *context), which each thread calls once before; 0 for none
+    context  what it is given
+    """
+
+    copy: int
+    enter: int
+    context: int
+
+
+TO_MEMORY = Uploader(0, 0, 0)
 
 
 class Backend(Protocol):
-    """What reads. Submitting and taking are one thread's; any thread may post."""
+    """What reads. Submitting, taking and cancelling are one thread's; any thread may post."""
 
-    def submit(self, requests: Sequence[ReadRequest]) -> None: ...
+    def submit(self, requests: Sequence[ReadRequest]) -> list[int]:
+        """Begin reads; return their numbers."""
+        ...
 
     def take(self, timeout_s: float, least: int = 1) -> list[tuple[Completion, bool]]:
         """Return what has ended, after waiting up to timeout_s for the first of it, and whether it was posted.
@@ -68,6 +101,10 @@ class Backend(Protocol):
 
     def post(self, done: Completion) -> None:
         """Have `take` return this."""
+        ...
+
+    def cancel_copy(self, number: int) -> None:
+        """Have nothing more copied to the target of a request, given by the number that `submit` returned: nothing begins there afterwards."""
         ...
 
     def close(self, timeout_s: float) -> None:
@@ -92,9 +129,10 @@ class PythonThreads:
         ]
         start_threads(self._threads)
 
-    def submit(self, requests: Sequence[ReadRequest]) -> None:
+    def submit(self, requests: Sequence[ReadRequest]) -> list[int]:
         for request in requests:
             self._inboxes[request.drive].put(request)
+        return [0] * len(requests)
 
     def take(self, timeout_s: float, least: int = 1) -> list[tuple[Completion, bool]]:
         ended = list[tuple[Completion, bool]]()
@@ -107,6 +145,8 @@ class PythonThreads:
 
     def post(self, done: Completion) -> None:
         self._ended.put((done, True))
+
+    def cancel_copy(self, number: int) -> None: ...
 
     def close(self, timeout_s: float) -> None:
         self._is_closed.set()
@@ -142,6 +182,10 @@ class _Request(ctypes.Structure):
         ("needed", ctypes.c_int64),
         ("room", ctypes.c_int64),
         ("drive", ctypes.c_int64),
+        ("piece", ctypes.c_int64),
+        ("lead", ctypes.c_int64),
+        ("target", ctypes.c_uint64),
+        ("stream", ctypes.c_void_p),
     )
 
 
@@ -150,18 +194,34 @@ class _Completion(ctypes.Structure):
         ("id", ctypes.c_int64),
         ("got", ctypes.c_int64),
         ("error", ctypes.c_int64),
+        ("copied", ctypes.c_int64),
+        ("refused", ctypes.c_int64),
         ("seconds", ctypes.c_double),
         ("ended", ctypes.c_double),
     )
 
 
+class _Uploader(ctypes.Structure):
+    _fields_ = (("copy", ctypes.c_void_p), ("enter", ctypes.c_void_p), ("context", ctypes.c_void_p))
+
+
 class NativeThreads:
     """Reads in the threads of read_pool.c."""
 
-    def __init__(self, library: ctypes.CDLL, modes: Sequence[ReadMode], depths: Sequence[int], limits: Sequence[float | None]) -> None:
-        """Raises OSError if the threads cannot be started."""
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        modes: Sequence[ReadMode],
+        depths: Sequence[int],
+        limits: Sequence[float | None],
+        *,
+        pieces: Sequence[int | None] | None = None,
+        uploader: Uploader = TO_MEMORY,
+    ) -> None:
+        """Raises OSError if the threads cannot be started. `pieces` as the reader has them."""
         self._library, self._modes, n = library, modes, len(modes)
-        self._numbers = count()
+        self._numbers = count(1)
+        self._pieces = [piece or 0 for piece in pieces or [None] * n]
         self._reads: dict[int, ReadRequest] = {}
         self._posted: dict[int, Completion] = {}
         self._taken = (_Completion * _MOST_TAKEN)()
@@ -172,6 +232,7 @@ class NativeThreads:
             (ctypes.c_int64 * n)(*(mode.is_direct for mode in modes)),
             (ctypes.c_int64 * n)(*(mode.alignment for mode in modes)),
             (ctypes.c_double * n)(*(limit or 0.0 for limit in limits)),
+            ctypes.byref(_Uploader(*uploader)),
             ctypes.byref(error),
         )
         if not self._pool:
@@ -181,10 +242,11 @@ class NativeThreads:
             self.close(1.0)
             raise OSError(error.value, f"{sum(depths)} threads that read: {os.strerror(error.value)}")
 
-    def submit(self, requests: Sequence[ReadRequest]) -> None:
-        made = []
+    def submit(self, requests: Sequence[ReadRequest]) -> list[int]:
+        made, numbers = [], []
         for request in requests:
             number = next(self._numbers)
+            numbers.append(number)
             try:
                 made.append(self._request(number, request))
             except (TypeError, ValueError, BufferError) as error:
@@ -192,6 +254,7 @@ class NativeThreads:
             else:
                 self._reads[number] = request
         self._check(self._library.pool_submit(self._pool, len(made), (_Request * len(made))(*made)))
+        return numbers
 
     def take(self, timeout_s: float, least: int = 1) -> list[tuple[Completion, bool]]:
         n = self._library.pool_take(self._pool, self._taken, _MOST_TAKEN, timeout_s, least, _LINGER_S) if self._pool else 0
@@ -199,6 +262,10 @@ class NativeThreads:
 
     def post(self, done: Completion) -> None:
         self._post(next(self._numbers), done)
+
+    def cancel_copy(self, number: int) -> None:
+        if self._pool:
+            self._library.pool_cancel_copy(self._pool, number)
 
     def close(self, timeout_s: float) -> None:
         until = time.perf_counter() + timeout_s
@@ -224,7 +291,9 @@ class NativeThreads:
         if len(request.buffer) < room:
             raise ValueError(f"{extent.path}: a buffer of {len(request.buffer)} bytes for a read of {room}")
         address = ctypes.addressof(ctypes.c_char.from_buffer(request.buffer))
-        return _Request(number, os.fsencode(extent.path), address, extent.offset - lead, needed, room, request.drive)
+        target, stream = request.target or (0, 0)
+        path, piece = os.fsencode(extent.path), self._pieces[request.drive]
+        return _Request(number, path, address, extent.offset - lead, needed, room, request.drive, piece, lead, target, stream)
 
     def _ended(self, completion: _Completion) -> tuple[Completion, bool]:
         number, got, code = completion.id, completion.got, completion.error
@@ -241,7 +310,7 @@ class NativeThreads:
         else:
             payload = request.buffer[lead : lead + extent.n_bytes]
         # Linux's performance counter is the monotonic clock.
-        return Completion(request, payload, error, completion.seconds, completion.ended), False
+        return Completion(request, payload, error, completion.seconds, completion.ended, completion.copied != 0, completion.refused), False
 
     def _check(self, status: int) -> None:
         if status:
@@ -269,9 +338,11 @@ def native_library() -> tuple[ctypes.CDLL | None, str]:
     except (OSError, subprocess.CalledProcessError) as error:
         return None, f"{SOURCE.name} could not be compiled: {why_it_failed(error)}"
     library.pool_open.restype = library_pool = ctypes.c_void_p
-    library.pool_open.argtypes = (ctypes.c_int64, *[ctypes.c_void_p] * 5)
+    library.pool_open.argtypes = (ctypes.c_int64, *[ctypes.c_void_p] * 6)
     library.pool_submit.argtypes = (library_pool, ctypes.c_int64, ctypes.c_void_p)
     library.pool_post.argtypes = (library_pool, ctypes.c_int64)
+    library.pool_cancel_copy.argtypes = (library_pool, ctypes.c_int64)
+    library.pool_cancel_copy.restype = None
     library.pool_take.argtypes = (library_pool, ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_int64, ctypes.c_double)
     library.pool_take.restype = library.pool_close.restype = ctypes.c_int64
     library.pool_close.argtypes = (library_pool, ctypes.c_double)
@@ -280,13 +351,22 @@ def native_library() -> tuple[ctypes.CDLL | None, str]:
     return library, ""
 
 
-def open_backend(modes: Sequence[ReadMode], depths: Sequence[int], limits: Sequence[float | None], *, is_native: bool | None = None) -> Backend:
+def open_backend(
+    modes: Sequence[ReadMode],
+    depths: Sequence[int],
+    limits: Sequence[float | None],
+    *,
+    pieces: Sequence[int | None] | None = None,
+    uploader: Uploader = TO_MEMORY,
+    is_native: bool | None = None,
+) -> Backend:
     """Return threads that read, a depth of them for each drive; `limits` slows drives down to so many bytes per second.
 
-    is_native  which threads; None: C's if they can be had
+    pieces, uploader  as the reader has them; Python's threads read a request as a whole, and copy nothing on
+    is_native         which threads; None: C's if they can be had
     """
     library, why = native_library() if is_native is not False else (None, "")
     if library is not None:
-        return NativeThreads(library, modes, depths, limits)
+        return NativeThreads(library, modes, depths, limits, pieces=pieces, uploader=uploader)
     assert not is_native, why
     return PythonThreads(modes, depths, limits)

@@ -1,8 +1,8 @@
-/* Reads of files by threads that never hold Python's interpreter lock: see read_pool.py.
+/* Reads of files by threads that never hold Python's interpreter lock: see read_backends.py.
  *
- * Python's own threads take that lock several times per read, and each time they may wait for the thread that decides and launches, as that one
- * waits for them. Sixteen small records in 48 reads took 2.3 ms with them and 1.3 ms with these on two cores; on sixteen cores, where the main
- * thread was the limit, these alone changed nothing.
+ * A request may be cut into pieces that a drive's threads read side by side, and what a piece has read may be copied on at once, to a device or to
+ * other memory. So whoever submits deals with one end per record, whatever it takes to keep the drive and the link to the device busy: Python takes
+ * 50 to 100 us for an end, a piece of a fast drive arrives every 25 us.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -16,25 +16,43 @@
 #include <time.h>
 #include <unistd.h>
 
-/* Reads `needed` bytes from `begin` on into `buffer`, which has `room` bytes. */
+/* Reads `needed` bytes from `begin` on into `buffer`, which has `room` bytes, in pieces of `piece` bytes, a multiple of the drive's alignment. What
+ * lies behind the first `lead` of them is copied to `target`, unless that is 0. */
 struct request {
     int64_t id;
     const char *path;
     void *buffer;
     int64_t begin, needed, room;
-    int64_t drive;
+    int64_t drive, piece, lead;
+    uint64_t target;
+    void *stream;
 };
 
-/* How a read ended: the bytes that are there, errno or 0, how long it took, and when that was, on the monotonic clock. */
+/* How a read ended: the bytes that are there, errno or 0, how long it took, and when that was, on the monotonic clock. `copied` is 1 if all of it is
+ * under way to the target, and `refused` what the copy said if it said no. */
 struct completion {
-    int64_t id, got, error;
+    int64_t id, got, error, copied, refused;
     double seconds, ended;
+};
+
+/* How bytes are copied on: 0 if they are under way. A thread enters the context before its first copy. */
+struct uploader {
+    int (*copy)(uint64_t target, const void *source, size_t n, void *stream);
+    int (*enter)(void *context);
+    void *context;
 };
 
 struct item {
     struct item *next;
+    /* All that were submitted and not taken yet, to find one by its number. */
+    struct item *older, *newer;
     struct request request;
     struct completion completion;
+    int64_t n_pieces, n_begun, n_ended, n_copied, n_copying;
+    /* The piece that ended the request early. */
+    int64_t broken;
+    int is_cancelled;
+    double began;
     char path[];
 };
 
@@ -53,13 +71,15 @@ struct drive {
 
 struct pool {
     pthread_mutex_t lock;
-    pthread_cond_t has_done, has_ended;
+    pthread_cond_t has_done, has_ended, has_copied;
     struct list done;
     /* How many ends there are, and how many the taker wants to be woken for. */
     int64_t n_done, n_wanted;
     int is_closed;
     int64_t n_drives, n_alive;
     struct drive *drives;
+    struct item *newest;
+    struct uploader uploader;
 };
 
 struct place {
@@ -96,11 +116,11 @@ static struct item *take_first(struct list *list) {
 }
 
 /* Reads until `needed` bytes are there or the file ends; returns how many are, or -1. A direct read goes on from an aligned place. */
-static int64_t fill(int fd, const struct request *r, int64_t alignment) {
+static int64_t fill(int fd, char *buffer, int64_t begin, int64_t needed, int64_t room, int64_t alignment) {
     int64_t done = 0;
-    while (done < r->needed) {
+    while (done < needed) {
         int64_t start = done - done % alignment;
-        ssize_t got = pread(fd, (char *)r->buffer + start, (size_t)(r->room - start), r->begin + start);
+        ssize_t got = pread(fd, buffer + start, (size_t)(room - start), begin + start);
         if (got < 0 && errno == EINTR)
             continue;
         if (got < 0)
@@ -109,23 +129,30 @@ static int64_t fill(int fd, const struct request *r, int64_t alignment) {
             break;
         done = start + got;
     }
-    return done < r->needed ? done : r->needed;
+    return done < needed ? done : needed;
 }
 
-static void read_file(const struct drive *drive, struct item *item) {
-    struct request *r = &item->request;
-    struct completion *c = &item->completion;
-    c->got = -1;
+/* Reads bytes `from` to `to` of what is needed; returns how many are there, or -1 with *error set. */
+static int64_t read_piece(const struct drive *drive, const struct item *item, int64_t from, int64_t to, int64_t *error) {
+    const struct request *r = &item->request;
     int fd = open(item->path, O_RDONLY | O_CLOEXEC | (drive->is_direct ? O_DIRECT : 0));
-    if (fd >= 0) {
-        c->got = fill(fd, r, drive->is_direct ? drive->alignment : 1);
-        c->error = c->got < 0 ? errno : 0;
-        if (!drive->is_direct)
-            posix_fadvise(fd, r->begin, r->needed, POSIX_FADV_DONTNEED);
-        close(fd);
-    } else {
-        c->error = errno;
+    if (fd < 0) {
+        *error = errno;
+        return -1;
     }
+    int64_t room = to < r->needed ? to - from : r->room - from;
+    int64_t got = fill(fd, (char *)r->buffer + from, r->begin + from, to - from, room, drive->is_direct ? drive->alignment : 1);
+    *error = got < 0 ? errno : 0;
+    if (!drive->is_direct)
+        posix_fadvise(fd, r->begin + from, to - from, POSIX_FADV_DONTNEED);
+    close(fd);
+    return got;
+}
+
+static int copy_to_memory(uint64_t target, const void *source, size_t n, void *stream) {
+    (void)stream;
+    memcpy((void *)(uintptr_t)target, source, n);
+    return 0;
 }
 
 /* As a device that serves one read after another would have it: returns when this one may end. */
@@ -143,37 +170,92 @@ static void add_done(struct pool *pool, struct item *item) {
         pthread_cond_signal(&pool->has_done);
 }
 
+/* Copies a piece on, if it is still wanted; the pool is locked before and after. */
+static void copy_piece(struct pool *pool, struct item *item, int64_t from, int64_t to, int *has_entered) {
+    const struct request *r = &item->request;
+    int64_t start = from < r->lead ? r->lead : from, refused = 0;
+    if (!r->target || item->is_cancelled || pool->is_closed || item->completion.refused)
+        return;
+    item->n_copying++;
+    pthread_mutex_unlock(&pool->lock);
+    if (pool->uploader.enter && !*has_entered)
+        refused = pool->uploader.enter(pool->uploader.context);
+    *has_entered = !refused;
+    if (!refused && start < to)
+        refused = pool->uploader.copy(r->target + (uint64_t)(start - r->lead), (char *)r->buffer + start, (size_t)(to - start), r->stream);
+    pthread_mutex_lock(&pool->lock);
+    item->n_copying--;
+    item->n_copied += !refused;
+    if (refused)
+        item->completion.refused = refused;
+    if (item->is_cancelled || pool->is_closed)
+        pthread_cond_broadcast(&pool->has_copied);
+}
+
+/* Accounts for the end of a piece, locked; the last one ends the request. */
+static void end_piece(struct pool *pool, struct item *item, int64_t piece, int64_t got, int64_t error, double ended) {
+    const struct request *r = &item->request;
+    struct completion *c = &item->completion;
+    int64_t from = piece * r->piece, to = from + r->piece < r->needed ? from + r->piece : r->needed;
+    if ((error || got < to - from) && piece < item->broken) {
+        item->broken = piece;
+        c->error = error;
+        c->got = error ? -1 : from + got;
+    }
+    c->ended = ended > c->ended ? ended : c->ended;
+    if (++item->n_ended < item->n_pieces)
+        return;
+    if (item->broken == item->n_pieces)
+        c->got = r->needed;
+    c->copied = r->target && item->n_copied == item->n_pieces;
+    c->seconds = c->ended - item->began;
+    add_done(pool, item);
+}
+
 static void *serve(void *argument) {
     struct place place = *(struct place *)argument;
     struct pool *pool = place.pool;
     struct drive *drive = place.drive;
+    int has_entered = 0;
     free(argument);
     pthread_mutex_lock(&pool->lock);
     for (;;) {
-        struct item *item = NULL;
-        while (!pool->is_closed && !(item = take_first(&drive->waiting))) {
+        while (!pool->is_closed && !drive->waiting.first) {
             drive->n_idle++;
             pthread_cond_wait(&drive->has_work, &pool->lock);
             drive->n_idle--;
         }
-        if (!item)
+        if (pool->is_closed)
             break;
-        /* To wake a thread takes longer than to queue a read: whoever submits wakes one, and that one the next. */
-        int wakes = drive->waiting.first && drive->n_idle;
-        pthread_mutex_unlock(&pool->lock);
-        if (wakes)
-            pthread_cond_signal(&drive->has_work);
-        double began = now();
-        read_file(drive, item);
-        if (drive->bytes_per_s > 0 && item->completion.got > 0) {
-            struct timespec until = timespec_of(slowed_end(pool, drive, began, item->completion.got));
-            while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, NULL) == EINTR)
-                ;
+        struct item *item = drive->waiting.first;
+        const struct request *r = &item->request;
+        int64_t piece = item->n_begun++, from = piece * r->piece, to = from + r->piece < r->needed ? from + r->piece : r->needed;
+        if (item->n_begun == item->n_pieces)
+            take_first(&drive->waiting);
+        /* To wake a thread takes longer than to queue a read: whoever submits wakes one, and each that is awake up to two more. */
+        int64_t n_wakes = drive->waiting.first ? (drive->n_idle < 2 ? drive->n_idle : 2) : 0;
+        int is_over = item->broken < item->n_pieces;
+        double began = now(), ended = began;
+        if (!piece)
+            item->began = began;
+        int64_t got = 0, error = 0;
+        /* What comes behind a piece that is not there is not read either. */
+        if (!is_over) {
+            pthread_mutex_unlock(&pool->lock);
+            while (n_wakes-- > 0)
+                pthread_cond_signal(&drive->has_work);
+            got = read_piece(drive, item, from, to, &error);
+            if (drive->bytes_per_s > 0 && got > 0) {
+                struct timespec until = timespec_of(slowed_end(pool, drive, began, got));
+                while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, NULL) == EINTR)
+                    ;
+            }
+            ended = now();
+            pthread_mutex_lock(&pool->lock);
+            if (got == to - from)
+                copy_piece(pool, item, from, to, &has_entered);
         }
-        item->completion.ended = now();
-        item->completion.seconds = item->completion.ended - began;
-        pthread_mutex_lock(&pool->lock);
-        add_done(pool, item);
+        end_piece(pool, item, piece, got, error, ended);
     }
     pool->n_alive--;
     pthread_cond_signal(&pool->has_ended);
@@ -207,8 +289,10 @@ static int wait_until(pthread_cond_t *condition, pthread_mutex_t *lock, double u
     return pthread_cond_timedwait(condition, lock, &t);
 }
 
-/* Makes a pool; *error is 0 or says why some of its threads could not be started. NULL if there is no memory. */
-struct pool *pool_open(int64_t n_drives, const int64_t *depths, const int64_t *is_direct, const int64_t *alignments, const double *rates, int *error) {
+/* Makes a pool; *error is 0 or says why some of its threads could not be started. NULL if there is no memory. Without a copy function bytes are
+ * copied to memory. */
+struct pool *pool_open(int64_t n_drives, const int64_t *depths, const int64_t *is_direct, const int64_t *alignments, const double *rates,
+                       const struct uploader *uploader, int *error) {
     struct pool *pool = calloc(1, sizeof *pool);
     sigset_t all, before;
     pthread_condattr_t monotonic;
@@ -217,11 +301,15 @@ struct pool *pool_open(int64_t n_drives, const int64_t *depths, const int64_t *i
         return NULL;
     }
     pool->n_drives = n_drives;
+    pool->uploader = *uploader;
+    if (!pool->uploader.copy)
+        pool->uploader.copy = copy_to_memory;
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
     pthread_mutex_init(&pool->lock, NULL);
     pthread_cond_init(&pool->has_done, &monotonic);
     pthread_cond_init(&pool->has_ended, &monotonic);
+    pthread_cond_init(&pool->has_copied, &monotonic);
     /* Signals are Python's main thread's. */
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, &all, &before);
@@ -240,12 +328,36 @@ struct pool *pool_open(int64_t n_drives, const int64_t *depths, const int64_t *i
     return pool;
 }
 
+static struct item *new_item(int64_t id, size_t path_bytes) {
+    struct item *item = calloc(1, sizeof *item + path_bytes);
+    if (item)
+        item->completion.id = item->request.id = id;
+    return item;
+}
+
+/* Puts an item among those that can be found, locked. */
+static void enter_item(struct pool *pool, struct item *item) {
+    item->older = pool->newest;
+    if (pool->newest)
+        pool->newest->newer = item;
+    pool->newest = item;
+}
+
+static void leave_item(struct pool *pool, struct item *item) {
+    if (item->older)
+        item->older->newer = item->newer;
+    if (item->newer)
+        item->newer->older = item->older;
+    else
+        pool->newest = item->older;
+}
+
 /* Queues reads; returns 0, or ENOMEM with none of them queued. */
 int pool_submit(struct pool *pool, int64_t n, const struct request *requests) {
     struct list made = {0};
     for (int64_t k = 0; k < n; k++) {
         size_t length = strlen(requests[k].path) + 1;
-        struct item *item = calloc(1, sizeof *item + length);
+        struct item *item = new_item(requests[k].id, length);
         if (!item) {
             while ((item = take_first(&made)))
                 free(item);
@@ -253,12 +365,17 @@ int pool_submit(struct pool *pool, int64_t n, const struct request *requests) {
         }
         memcpy(item->path, requests[k].path, length);
         item->request = requests[k];
-        item->completion.id = requests[k].id;
+        struct request *r = &item->request;
+        if (r->piece < 1 || r->piece > r->needed)
+            r->piece = r->needed > 0 ? r->needed : 1;
+        item->broken = item->n_pieces = r->needed > 0 ? (r->needed + r->piece - 1) / r->piece : 1;
         append(&made, item);
     }
     pthread_mutex_lock(&pool->lock);
-    for (struct item *item; (item = take_first(&made));)
+    for (struct item *item; (item = take_first(&made));) {
+        enter_item(pool, item);
         append(&pool->drives[item->request.drive].waiting, item);
+    }
     pthread_mutex_unlock(&pool->lock);
     /* Without the lock, which those that wake want at once. */
     for (int64_t k = 0; k < pool->n_drives; k++)
@@ -267,13 +384,27 @@ int pool_submit(struct pool *pool, int64_t n, const struct request *requests) {
     return 0;
 }
 
+/* Has nothing more of a read copied on: afterwards no thread touches its target, but copies that are under way there may go on. */
+void pool_cancel_copy(struct pool *pool, int64_t id) {
+    pthread_mutex_lock(&pool->lock);
+    struct item *item = pool->newest;
+    while (item && item->request.id != id)
+        item = item->older;
+    if (item) {
+        item->is_cancelled = 1;
+        while (item->n_copying)
+            pthread_cond_wait(&pool->has_copied, &pool->lock);
+    }
+    pthread_mutex_unlock(&pool->lock);
+}
+
 /* Has the taker find an end that is no read's. Returns 0 or ENOMEM. */
 int pool_post(struct pool *pool, int64_t id) {
-    struct item *item = calloc(1, sizeof *item + 1);
+    struct item *item = new_item(id, 1);
     if (!item)
         return ENOMEM;
-    item->completion.id = id;
     pthread_mutex_lock(&pool->lock);
+    enter_item(pool, item);
     add_done(pool, item);
     pthread_mutex_unlock(&pool->lock);
     return 0;
@@ -295,6 +426,7 @@ int64_t pool_take(struct pool *pool, struct completion *out, int64_t most, doubl
             break;
     for (struct item *item; n < most && (item = take_first(&pool->done));) {
         out[n++] = item->completion;
+        leave_item(pool, item);
         free(item);
     }
     pool->n_done -= n;
@@ -320,11 +452,10 @@ int64_t pool_close(struct pool *pool, double timeout_s) {
 /* Gives a closed pool back whose threads have all ended. */
 void pool_free(struct pool *pool) {
     struct item *item;
-    for (int64_t n = 0; n < pool->n_drives; n++)
-        while ((item = take_first(&pool->drives[n].waiting)))
-            free(item);
-    while ((item = take_first(&pool->done)))
+    while ((item = pool->newest)) {
+        pool->newest = item->older;
         free(item);
+    }
     free(pool->drives);
     free(pool);
 }

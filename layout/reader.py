@@ -15,10 +15,22 @@ import xxhash
 
 from layout.direct import Extent, ReadMode
 from layout.parallel import start_threads
-from layout.read_backends import Completion, ReadRequest, native_library, open_backend
+from layout.read_backends import TO_MEMORY, Completion, ReadRequest, Target, Uploader, native_library, open_backend
 from manifests.errors import DamagedDataError
 
-__all__ = ["CLOSE_S", "Completion", "ReadRequest", "Reader", "check_hash", "reader_name", "spare_requests", "why_slower"]
+__all__ = [
+    "CLOSE_S",
+    "TO_MEMORY",
+    "Completion",
+    "ReadRequest",
+    "Reader",
+    "Target",
+    "Uploader",
+    "check_hash",
+    "reader_name",
+    "spare_requests",
+    "why_slower",
+]
 
 # One thread hashes what several read: xxh3-128 takes 20 GB/s and more from memory on one core.
 READS_PER_HASH = 4
@@ -35,24 +47,39 @@ class Reader:
     """
 
     def __init__(
-        self, modes: Sequence[ReadMode], depths: Sequence[int], *, limits: Sequence[float | None] | None = None, is_native: bool | None = None
+        self,
+        modes: Sequence[ReadMode],
+        depths: Sequence[int],
+        *,
+        limits: Sequence[float | None] | None = None,
+        pieces: Sequence[int | None] | None = None,
+        uploader: Uploader = TO_MEMORY,
+        is_native: bool | None = None,
     ) -> None:
         """Start the threads.
 
         limits     bytes per second that drives are slowed down to; None leaves them as they are
+        pieces     bytes into which a drive's requests are cut, to be read side by side by its threads: a multiple of its alignment, None for whole
+        uploader   how bytes are copied on to targets; Python's threads read whole requests and copy none
         is_native  whether C's threads read, or Python's; None: C's if they can be had
         """
         self.modes = tuple(modes)
         self._to_hash: SimpleQueue[Completion | None] = SimpleQueue()
         self._over: deque[Completion] = deque()
         self._is_closed = threading.Event()
-        self._backend = open_backend(self.modes, depths, limits or [None] * len(modes), is_native=is_native)
+        limits = limits or [None] * len(modes)
+        self._backend = open_backend(self.modes, depths, limits, pieces=pieces, uploader=uploader, is_native=is_native)
         n_hashing = min(-(-sum(depths) // READS_PER_HASH), len(os.sched_getaffinity(0)))
         self._hashing_threads = [threading.Thread(target=self._hash, name=f"reader-hash-{n}", daemon=True) for n in range(n_hashing)]
         start_threads(self._hashing_threads)
 
-    def submit(self, *requests: ReadRequest) -> None:
-        self._backend.submit(requests)
+    def submit(self, *requests: ReadRequest) -> list[int]:
+        """Begin reads; return their numbers."""
+        return self._backend.submit(requests)
+
+    def cancel_copy(self, number: int) -> None:
+        """Have nothing more copied to the target of a request that was submitted: when this returns, no copy will begin there."""
+        self._backend.cancel_copy(number)
 
     def take(self, timeout_s: float = 0.0, *, least: int = 1) -> list[Completion]:
         """Return what has ended, in the order of the ends, after waiting up to timeout_s for the first; one with a hash ends when that is checked.

@@ -5,6 +5,7 @@ from functools import cache
 
 import torch
 
+from layout.reader import Uploader
 from manifests.errors import DeviceError
 
 
@@ -19,9 +20,25 @@ def upload(target: int, source: int, n_bytes: int, stream: int) -> None:
     The thread must have used the device before.
     """
     if status := _driver().cuMemcpyHtoDAsync_v2(target, source, n_bytes, stream):
-        text = ctypes.c_char_p()
-        _driver().cuGetErrorString(status, ctypes.byref(text))
-        raise DeviceError(f"the GPU refused an upload of {n_bytes} bytes: {(text.value or b'unknown error').decode()}; start this process again")
+        raise refused_upload(status)
+
+
+def refused_upload(status: int) -> DeviceError:
+    """Return the error that a status of the driver is."""
+    text = ctypes.c_char_p()
+    _driver().cuGetErrorString(status, ctypes.byref(text))
+    return DeviceError(f"the GPU refused an upload: {(text.value or b'unknown error').decode()}; start this process again")
+
+
+def uploader() -> Uploader:
+    """Return how other threads upload as `upload` does, to the device that this thread uses. Raises DeviceError if it has not used one."""
+    context, driver = ctypes.c_void_p(), _driver()
+    status = driver.cuCtxGetCurrent(ctypes.byref(context))
+    if status or not context.value:
+        raise DeviceError("uploads need a GPU that this thread has used before")
+    copy, enter = (ctypes.cast(function, ctypes.c_void_p).value for function in (driver.cuMemcpyHtoDAsync_v2, driver.cuCtxSetCurrent))
+    assert copy and enter
+    return Uploader(copy, enter, context.value)
 
 
 @cache

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from layout.direct import round_up
+from layout.reader import TO_MEMORY, Target, Uploader
 from layout.sizes import format_size
 from manifests.errors import DeviceError
-from runtime.kernels.driver import raw_stream, upload
+from runtime.kernels.driver import raw_stream, refused_upload, upload, uploader
 
 # Kernels read rows of 16 bytes and more; every slot begins at a multiple of this.
 SLOT_STEP = 256
@@ -30,9 +31,10 @@ class Upload(Protocol):
 
 
 class DeviceSlots(Protocol):
-    """Slots for records: see the module."""
+    """Slots for records: see the module. `uploader` is how threads that read fill them; what it refuses, `refused` says."""
 
     n_slots: int
+    uploader: Uploader
 
     def record(self, slot: int) -> Tensor:
         """Return a slot's record, uint8 [record_bytes]."""
@@ -48,6 +50,14 @@ class DeviceSlots(Protocol):
 
     def copy(self, slot: int, source: Tensor, begin: int, end: int) -> None:
         """Upload bytes begin to end of the record that `source`, uint8, begins with."""
+        ...
+
+    def target(self, slot: int, begin: int) -> Target:
+        """Return where the uploader copies a record's bytes from `begin` on to."""
+        ...
+
+    def refused(self, status: int) -> Exception:
+        """Return the error for what the uploader said."""
         ...
 
     def finish(self, slot: int) -> Upload:
@@ -76,6 +86,8 @@ _DONE = _Done()
 class CpuSlots:
     """Slots in host memory, for computing on the CPU."""
 
+    uploader = TO_MEMORY
+
     def __init__(self, n_slots: int, record_bytes: int) -> None:
         self.n_slots, self._slots = n_slots, _allocate(n_slots, record_bytes, torch.device("cpu"))
         self._records = list(self._slots[:, :record_bytes].unbind())
@@ -90,6 +102,12 @@ class CpuSlots:
 
     def copy(self, slot: int, source: Tensor, begin: int, end: int) -> None:
         self._records[slot][begin:end] = source[begin:end]
+
+    def target(self, slot: int, begin: int) -> Target:
+        return Target(self.address(slot) + begin, 0)
+
+    def refused(self, status: int) -> Exception:
+        raise AssertionError("memory refuses no copy")
 
     def finish(self, slot: int) -> Upload:
         return _DONE
@@ -124,12 +142,15 @@ class CudaSlots:
         # The memory may have had other work before.
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream(device))
+        self.uploader = uploader()
         self._n_begun = 0
         self._record_bytes, self._raw = record_bytes, [stream.cuda_stream for stream in self._streams]
         # Which stream fills a slot.
         self._stream_of = [0] * n_slots
         # The stream that computes, as it was seen last.
         self._computing = torch.cuda.current_stream(device)
+        # One event per slot for all of its uploads: a later one says more.
+        self._events = [torch.cuda.Event() for _ in range(n_slots)]
         self._ready: list[torch.cuda.Event | None] = [None] * n_slots
         self._used: list[torch.cuda.Event | None] = [None] * n_slots
 
@@ -153,8 +174,14 @@ class CudaSlots:
         assert 0 <= begin <= end <= min(self._record_bytes, source.numel())
         upload(self.address(slot) + begin, source.data_ptr() + begin, end - begin, self._raw[self._stream_of[slot]])
 
+    def target(self, slot: int, begin: int) -> Target:
+        return Target(self.address(slot) + begin, self._raw[self._stream_of[slot]])
+
+    def refused(self, status: int) -> Exception:
+        return refused_upload(status)
+
     def finish(self, slot: int) -> Upload:
-        event = torch.cuda.Event()
+        event = self._events[slot]
         event.record(self._streams[self._stream_of[slot]])
         self._ready[slot] = event
         return _CudaUpload(event)

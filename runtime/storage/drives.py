@@ -1,10 +1,11 @@
 """What the store knows of drives before it reads: who holds what, how fast each is, and how many requests it takes at once."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from layout.direct import round_up
 from layout.drives import DirectoryFacts, group_by_device
 from layout.prepared import Prepared
 from runtime.storage.cache import ExpertKey
@@ -14,8 +15,12 @@ from runtime.storage.schedule import DriveFacts
 DEFAULT_DEPTH = 3
 RAM_DEPTH = 16
 MOST_DEPTH = 32
-# What one request reads of a file in memory, at least.
-_RAM_READ_BYTES_PER_S = 2.5e9
+# What one request reads of a file in memory, at least, and of a drive that was not measured, at most.
+_REQUEST_BYTES_PER_S = 2.5e9
+# A drive's requests together read one record, in pieces of no less than this: so records come one after another, and the last is not all of them.
+LEAST_PIECE = 1 << 20
+# How long the engine may be busy elsewhere before a drive idles.
+_AHEAD_S = 1e-3
 
 
 class Holders:
@@ -42,9 +47,20 @@ def depths_of(prepared: Prepared, drives: Sequence[int], facts: Sequence[Directo
     ]
 
 
-def n_ahead(depth: int) -> int:
-    """Return how many requests wait at a drive beyond those in flight, so that it does not idle while the engine is busy with an arrival."""
-    return 1 + depth // 4
+def pieces_of(n_bytes: int, depths: Sequence[int], steps: Sequence[int], tiers: Sequence[str], capped: Collection[str]) -> list[int | None]:
+    """Return into which pieces each drive's requests are cut, in bytes, for records of n_bytes; None leaves them whole.
+
+    steps   what a piece is a multiple of, by drive
+    capped  tiers whose requests in flight are limited: there a request must be one read
+    """
+    pieces = [round_up(max(LEAST_PIECE, -(-n_bytes // depth)), step) for depth, step in zip(depths, steps, strict=True)]
+    return [None if tier in capped or piece >= n_bytes else piece for piece, tier in zip(pieces, tiers, strict=True)]
+
+
+def n_ahead(depth: int, piece: int | None, bytes_per_s: float | None) -> int:
+    """Return how many requests, or pieces, wait at a drive beyond those in flight, so that it does not idle while the engine is busy elsewhere."""
+    least = 1 + depth // 4
+    return least if piece is None else max(least, math.ceil((bytes_per_s or depth * _REQUEST_BYTES_PER_S) * _AHEAD_S / piece))
 
 
 def drive_facts(
@@ -54,6 +70,7 @@ def drive_facts(
     servers: Sequence[int] | None,
     limits: Sequence[float | None] | None,
     depths: Sequence[int],
+    pieces: Sequence[int | None],
 ) -> list[DriveFacts]:
     """Return what is known of the drives. Rates count only if all are known: a measured one is not to be compared with a guess."""
     numbers = group_by_device(facts) if servers is None else [servers[n] for n in drives]
@@ -61,8 +78,8 @@ def drive_facts(
     profiles = [prepared.manifest.drives[n].profile for n in drives]
     rates = [profile.read_bytes_per_s if profile else limit for profile, limit in zip(profiles, limits or [None] * len(drives), strict=True)]
     return [
-        DriveFacts(dense[number], prepared.manifest.drives[n].tier, depth + n_ahead(depth), rate if all(rates) else None)
-        for n, number, depth, rate in zip(drives, numbers, depths, rates, strict=True)
+        DriveFacts(dense[number], prepared.manifest.drives[n].tier, depth + n_ahead(depth, piece, rate), rate if all(rates) else None, piece)
+        for n, number, depth, rate, piece in zip(drives, numbers, depths, rates, pieces, strict=True)
     ]
 
 
@@ -70,4 +87,4 @@ def _unmeasured_depth(facts: DirectoryFacts, limit: float | None) -> int:
     """Return how many requests saturate a drive that nobody measured. One that is slowed down needs no more than bring it to its limit."""
     if not facts.is_ram_backed:
         return DEFAULT_DEPTH
-    return RAM_DEPTH if limit is None else min(RAM_DEPTH, max(DEFAULT_DEPTH, math.ceil(limit / _RAM_READ_BYTES_PER_S)))
+    return RAM_DEPTH if limit is None else min(RAM_DEPTH, max(DEFAULT_DEPTH, math.ceil(limit / _REQUEST_BYTES_PER_S)))

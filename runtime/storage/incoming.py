@@ -3,7 +3,6 @@
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 from typing import NamedTuple
 
 from runtime.stats import DriveCounts
@@ -28,7 +27,8 @@ class Incoming:
     is_spare     whether the room is none of the pool's
     is_wanted    whether a layer waits for it; a prefetch otherwise
     expected     the hash that it must have, None if it is not looked at
-    arrived      chunks that are there and not uploaded yet
+    arrived      chunks that are there and not on their way to the device
+    copying      the numbers of reads that copy what they read on to the device
     sources      drives that chunks came from
     refused      drives that it is not asked of (again)
     n_out        reads and hashes under way that use the room
@@ -45,9 +45,9 @@ class Incoming:
     job: Job | None = None
     chunks: tuple[Chunk, ...] = ()
     arrived: list[int] = field(default_factory=list)
+    copying: list[int] = field(default_factory=list)
     sources: set[int] = field(default_factory=set)
     refused: set[int] = field(default_factory=set)
-    paths: dict[int, Path] = field(default_factory=dict)
     n_out: int = 0
     is_dead: bool = False
     is_single: bool = False

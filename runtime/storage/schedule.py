@@ -53,14 +53,19 @@ class DriveFacts:
     """What is known of a drive before the run.
 
     server       drives with the same number share a device
-    depth        requests in flight that saturate it
+    depth        requests, or pieces of them, in flight that saturate it
     bytes_per_s  measured, or None
+    piece        bytes of the pieces into which a request is cut, each of which counts; None: a request counts as one
     """
 
     server: int
     tier: str
     depth: int
     bytes_per_s: float | None = None
+    piece: int | None = None
+
+    def n_pieces(self, n_bytes: int) -> int:
+        return 1 if self.piece is None else -(-n_bytes // self.piece)
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +97,7 @@ class Read:
     chunk: int
     drive: int
     n_bytes: int
+    n_pieces: int
     began: float
     expected_s: float
     is_reported: bool = False
@@ -117,14 +123,18 @@ class _Server:
         self.mark = -math.inf
         self.seen_bytes = self.seen_s = 0.0
 
-    def begin(self, n_bytes: int, now: float) -> None:
+    @property
+    def is_full(self) -> bool:
+        return self.n_in_flight >= self.depth
+
+    def begin(self, n_bytes: int, n_pieces: int, now: float) -> None:
         if not self.n_in_flight:
             self.mark = now
-        self.n_in_flight += 1
+        self.n_in_flight += n_pieces
         self.in_flight_bytes += n_bytes
 
-    def end(self, n_bytes: int, now: float, *, is_good: bool) -> None:
-        self.n_in_flight -= 1
+    def end(self, n_bytes: int, n_pieces: int, now: float, *, is_good: bool) -> None:
+        self.n_in_flight -= n_pieces
         self.in_flight_bytes -= n_bytes
         busy_s, self.mark = max(0.0, now - self.mark), max(now, self.mark)
         if not is_good:
@@ -370,13 +380,16 @@ class Scheduler:
 
     def _has_room(self, drive: int) -> bool:
         server, tier = self._servers[self._server_of[drive]], self._drives[drive].tier
-        return server.n_in_flight < server.depth and (not self._tier_caps or self._tier_in_flight[tier] < self._tier_caps.get(tier, math.inf))
+        return not server.is_full and (not self._tier_caps or self._tier_in_flight[tier] < self._tier_caps.get(tier, math.inf))
 
     def _start(self, job: Job, chunk: int, drive: int, expected_s: float, now: float) -> Read:
-        read = Read(job, chunk, drive, job.sizes[chunk], now, expected_s)
+        n_bytes = job.sizes[chunk]
+        read = Read(job, chunk, drive, n_bytes, self._drives[drive].n_pieces(n_bytes), now, expected_s)
         server = self._servers[self._server_of[drive]]
-        server.begin(read.n_bytes, now)
-        self._n_open -= server.n_in_flight == server.depth
+        # A request's last pieces may be more than there is room for.
+        assert not server.is_full
+        server.begin(n_bytes, read.n_pieces, now)
+        self._n_open -= server.is_full
         self._tier_in_flight[self._drives[drive].tier] += 1
         self._reads.add(read)
         return read
@@ -384,8 +397,9 @@ class Scheduler:
     def _end(self, read: Read, now: float, *, is_good: bool) -> None:
         self._reads.remove(read)
         server = self._servers[self._server_of[read.drive]]
-        self._n_open += server.n_in_flight == server.depth
-        server.end(read.n_bytes, now, is_good=is_good)
+        was_full = server.is_full
+        server.end(read.n_bytes, read.n_pieces, now, is_good=is_good)
+        self._n_open += was_full and not server.is_full
         self._tier_in_flight[self._drives[read.drive].tier] -= 1
 
 

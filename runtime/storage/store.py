@@ -4,9 +4,11 @@ What is on the device already comes first, then what the host pool holds, then w
 too long goes to another copy; without one the run ends. All state belongs to the thread that fetches. It never sees a hidden state.
 """
 
+import gc
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,23 +17,23 @@ from torch import Tensor
 from layout.direct import PAGE, Extent, probe_directory, round_up
 from layout.drives import describe_directory
 from layout.prepared import Copies, Prepared
-from layout.reader import Completion, Reader, ReadRequest, why_slower
+from layout.reader import Completion, Reader, ReadRequest, Target, why_slower
 from layout.record import RecordLayout
 from manifests.errors import DamagedDataError
 from runtime.stats import DriveCounts, ExpertCounts
 from runtime.storage.arena import Arena, CudaRegistrar
 from runtime.storage.cache import ExpertKey, HostPool, SlotCache
 from runtime.storage.device_slots import DeviceSlots, Upload, open_device_slots
-from runtime.storage.drives import Holders, depths_of, drive_facts
+from runtime.storage.drives import Holders, depths_of, drive_facts, pieces_of
 from runtime.storage.incoming import Incoming, LayerFetch, Phase, Ticket
 from runtime.storage.schedule import Chunk, Job, NoCopyLeft, Read, Scheduler, chunks_in_order_of_need
 
 # Host slots beside the pool, for records that are asked of another drive while a slow one may still write into theirs.
 _N_SPARE = 2
-# A layer's last records are read in chunks, so that its drives end together; those before them whole, each an arrival less to deal with.
+# A layer's last records that several drives have are read in chunks, so that the drives end together; others whole, each one arrival to deal with.
 _N_IN_CHUNKS = 8
-# Records whose reads begin before the rest of a layer is looked at.
-_N_FIRST = 3
+# Arrivals that are taken in together while there is more to read.
+_N_AT_ONCE = 2
 _TICK_S = 0.1
 _ALARM_S = 10.0
 
@@ -71,11 +73,11 @@ class Store:
         limited = None if limits is None else [limits[n] for n in self.drives]
         described = [describe_directory(directory) for directory in directories]
         self.depths = depths_of(prepared, self.drives, described, limited)
-        facts = drive_facts(prepared, self.drives, described, servers, limited, self.depths)
-        self._scheduler = Scheduler(facts, tier_caps=tier_caps)
-        self._n_at_once = max(1, sum(self.depths) // 4)
-
         n_bytes, step = prepared.record.n_bytes, max(PAGE, *(mode.alignment for mode in self.modes))
+        pieces = pieces_of(n_bytes, self.depths, [max(PAGE, mode.alignment) for mode in self.modes], self._tiers, tier_caps or ())
+        facts = drive_facts(prepared, self.drives, described, servers, limited, self.depths, pieces)
+        self._scheduler = Scheduler(facts, tier_caps=tier_caps)
+
         self._n_bytes, self._whole = n_bytes, (Chunk(0, n_bytes),)
         self._chunks = _chunks(prepared.record, step)
         self._device_slots: DeviceSlots = open_device_slots(n_device_slots, n_bytes, device)
@@ -90,8 +92,10 @@ class Store:
 
         if (slower := why_slower()) is not None:
             on_remark(slower)
-        self._reader = Reader(self.modes, self.depths, limits=None if limits is None else [limits[n] for n in self.drives])
+        self._reader = Reader(self.modes, self.depths, limits=limited, pieces=pieces, uploader=self._device_slots.uploader)
         self._arrived: deque[Completion] = deque()
+        # Of what was read so far, half a kilobyte each: to make one anew takes longer than to begin a read.
+        self._paths: dict[tuple[int, ExpertKey], Path] = {}
         self._counted: tuple[ExpertCounts | None, list[tuple[DriveCounts, DriveCounts]]] = (None, [])
         self._incoming: dict[ExpertKey, Incoming] = {}
         # Dead, with a slot of the pool that a read may still write into.
@@ -105,6 +109,8 @@ class Store:
         self._layer: LayerFetch | None = None
         self._n_begun = 0
         self._looked_at = 0.0
+        # While layers are fetched, the interpreter's collector passes over what came since: over all that is loaded it takes a tenth of a second.
+        gc.freeze()
 
     @property
     def n_device_slots(self) -> int:
@@ -115,6 +121,7 @@ class Store:
         return self._host.n_slots
 
     def close(self) -> None:
+        gc.unfreeze()
         self._reader.close()
         for upload, *_ in self._uploads:
             upload.wait()
@@ -208,9 +215,6 @@ class Store:
     def _begin_layer(self, state: LayerFetch, keys: list[ExpertKey]) -> None:
         """Sort what is needed by where it is; uploads and reads are under way afterwards, as far as there is room."""
         is_prompt, counts = self.phase is Phase.PROMPT, self.counts
-        counts.needed.update(keys)
-        counts.n_layers += 1
-        self._drain()
         self._settle_prefetches(state.number, keys)
         state.wanted = dict.fromkeys(keys)
         absent = []
@@ -230,18 +234,20 @@ class Store:
                 counts.n_host_hits += 1
                 counts.host_hits_by_layer[state.number] += 1
                 self._whole_in_host.append((key, room, False))
-        counts.n_device_hits += len(state.hits)
-        counts.device_hits_by_layer[state.number] += len(state.hits)
         # Where all of them find a host slot, the scheduler orders them.
         is_scarce = 2 * len(absent) > self._host.n_slots
         state.queue.extend(_interleaved([(key, self._sources(key)) for key in absent]) if is_scarce else absent)
-        # The drives are set to work before the rest is looked at.
-        self._give_rooms(state, at_most=_N_FIRST)
+        # Each drive is set to work before the rest is looked at.
+        self._give_rooms(state, at_most=len(self.drives))
         self._start(time.perf_counter())
         # What the pool holds is handed out before what the drives have brought by now.
         self._upload_waiting()
         self._pump(state)
         # Below here the drives are at work already.
+        counts.needed.update(keys)
+        counts.n_layers += 1
+        counts.n_device_hits += len(state.hits)
+        counts.device_hits_by_layer[state.number] += len(state.hits)
         if not is_prompt:
             hits = {key for key, _ in state.hits}
             for key in keys:
@@ -272,8 +278,8 @@ class Store:
         if self.phase is Phase.DECODE:
             self._host.make_room(min(self._prepared.geometry.n_experts_per_token, self._host.n_slots // 4))
         start = time.perf_counter()
-        # While requests wait at the drives nothing is lost by taking in a few arrivals at once; towards the end each is taken in as it comes.
-        self._arrived.extend(self._reader.take(_TICK_S, least=self._n_at_once if self._scheduler.has_waiting else 1))
+        # What waits at the drives lasts for longer than another arrival is waited for; towards the end each is taken in as it comes.
+        self._arrived.extend(self._reader.take(_TICK_S, least=_N_AT_ONCE if self._scheduler.has_waiting else 1))
         now = time.perf_counter()
         self.counts.wait_s += now - start
         self.counts.n_waits += 1
@@ -330,7 +336,7 @@ class Store:
         if without is not None:
             incoming.refused.add(without)
         is_late = self.phase is Phase.DECODE and (self._layer is None or len(self._layer.queue) <= _N_IN_CHUNKS)
-        self._ask(incoming, self._chunks if is_late else self._whole)
+        self._ask(incoming, self._chunks if is_late and len(self._holders[key]) > 1 else self._whole)
 
     def _ask(self, incoming: Incoming, chunks: tuple[Chunk, ...]) -> None:
         """Have a record read in these chunks. Raises DamagedDataError if it is needed and no drive is left to ask."""
@@ -353,15 +359,20 @@ class Store:
             for count in ticket.counts:
                 count.begin(now)
             incoming.n_out += 1
-            path = incoming.paths.get(drive)
-            if path is None:
-                path = incoming.paths[drive] = self._prepared.expert_extent(self.drives[drive], *incoming.key).path
+            path = self._paths.get((drive, incoming.key)) or self._path(drive, incoming.key)
             extent = Extent(path, chunk.begin, chunk.end - chunk.begin)
-            requests.append(ReadRequest(ticket, drive, extent, self.arena.slot(incoming.room)[chunk.begin :]))
+            buffer = self.arena.slot(incoming.room)[chunk.begin :]
+            requests.append(ReadRequest(ticket, drive, extent, buffer, target=self._target(incoming, chunk)))
         if requests:
-            self._reader.submit(*requests)
+            for request, number in zip(requests, self._reader.submit(*requests), strict=True):
+                if request.target is not None:
+                    request.tag.incoming.copying.append(number)
             if self._layer is not None and not self._layer.first_read:
                 self._layer.first_read = time.perf_counter()
+
+    def _path(self, drive: int, key: ExpertKey) -> Path:
+        path = self._paths[drive, key] = self._prepared.expert_extent(self.drives[drive], *key).path
+        return path
 
     def _counted_by_drive(self) -> list[tuple[DriveCounts, DriveCounts]]:
         """Return where each drive's reads are counted now: by drive and by tier."""
@@ -382,6 +393,8 @@ class Store:
                 self._take_hash(done, tag)
 
     def _take_read(self, done: Completion, ticket: Ticket) -> None:
+        if done.refused:
+            raise self._device_slots.refused(done.refused)
         read, incoming = ticket.read, ticket.incoming
         ended = done.ended
         incoming.n_out -= 1
@@ -394,14 +407,15 @@ class Store:
         else:
             is_last = self._scheduler.succeeded(read, ended)
             if not incoming.is_dead:
-                self._take_chunk(incoming, read, ended, is_last)
+                self._take_chunk(incoming, done, read, is_last)
         self._retire_if_over(incoming)
 
-    def _take_chunk(self, incoming: Incoming, read: Read, ended: float, is_last: bool) -> None:
+    def _take_chunk(self, incoming: Incoming, done: Completion, read: Read, is_last: bool) -> None:
         incoming.sources.add(read.drive)
-        incoming.arrived.append(read.chunk)
+        if not done.is_copied:
+            incoming.arrived.append(read.chunk)
         if self._layer is not None and incoming.is_wanted:
-            self._layer.last_by_drive[read.drive] = ended
+            self._layer.last_by_drive[read.drive] = done.ended
         if incoming.expected is None:
             self._upload_arrived(incoming)
             if is_last:
@@ -456,6 +470,8 @@ class Store:
         """Count the guesses for a layer that were right, and give up the others as far as they are not read yet."""
         if not self._prefetched:
             return
+        # What has arrived by now is no longer to be given up.
+        self._drain()
         needed = set(keys)
         for key in [key for key in self._prefetched if key in needed or key.layer == layer]:
             self._prefetched.discard(key)
@@ -539,6 +555,7 @@ class Store:
         incoming.is_dead = True
         if incoming.job is not None:
             self._scheduler.cancel(incoming.job)
+        self._stop_copying(incoming)
         rival, key = incoming.rival, incoming.key
         if rival is not None:
             rival.rival = incoming.rival = None
@@ -581,6 +598,21 @@ class Store:
 
     # Uploading.
 
+    def _target(self, incoming: Incoming, chunk: Chunk) -> Target | None:
+        """Return where the threads that read copy a chunk on to, None if it is not to go to the device unseen or finds no slot there now."""
+        if not incoming.is_wanted or incoming.expected is not None or incoming.is_spare:
+            return None
+        slot = self._land(incoming.key)
+        return None if slot is None else self._device_slots.target(slot, chunk.begin)
+
+    def _stop_copying(self, incoming: Incoming) -> None:
+        """Have nothing more of a record copied on, and wait for what is on its way: both its room and the slot may be used anew."""
+        for number in incoming.copying:
+            self._reader.cancel_copy(number)
+        if incoming.copying and (slot := self._landing.get(incoming.key)) is not None:
+            self._device_slots.finish(slot).wait()
+        incoming.copying.clear()
+
     def _left_device(self, key: ExpertKey) -> None:
         self._addresses[key] = 0
         self._host.off_device(key)
@@ -600,7 +632,7 @@ class Store:
 
     def _upload_arrived(self, incoming: Incoming) -> None:
         """Upload the chunks that are there, if the record is needed and the device has a slot for it."""
-        if not incoming.is_wanted or (slot := self._land(incoming.key)) is None:
+        if not incoming.arrived or not incoming.is_wanted or (slot := self._land(incoming.key)) is None:
             return
         source = self.arena.tensor(incoming.room)
         for chunk in incoming.arrived:
