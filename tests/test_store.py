@@ -7,14 +7,16 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 from loop_mounts import mounted_ext4, run
 
+import runtime.storage.drives
 import runtime.storage.store
 from layout.prepared import Copies, Prepared, open_prepared
 from layout.record import expert_file_name
@@ -52,6 +54,7 @@ class Model:
         phase: Phase = Phase.DECODE,
         servers: Sequence[int] | None = None,
         device: str = "cpu",
+        limits: Sequence[float] | None = None,
     ) -> Store:
         store = Store(
             self.prepared,
@@ -63,6 +66,7 @@ class Model:
             counts=self.counts(),
             on_remark=self.remarks.append,
             servers=servers,
+            limits=limits,
         )
         store.phase = phase
         return store
@@ -254,6 +258,26 @@ def test_a_layer_that_is_broken_off_leaves_everything_usable(place: Place) -> No
             pass
     for layer in LAYERS:
         model.fetch(store, layer, ALL)
+    store.close()
+
+
+def test_reads_that_go_on_after_a_layer_was_broken_off_touch_no_slot(place: Place, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime.storage.drives, "LEAST_PIECE", 4096)
+    model = place(n_drives=2)
+    slow, fast = ALL[:8], ALL[8:]
+    model.copies.holds[0][:, fast] = model.copies.holds[1][:, slow] = False
+    # A twentieth of a second for a record from the first drive, in three pieces.
+    store = model.store(n_device=8, n_host=20, device=device, servers=(0, 1), limits=[200_000.0, 1e9])
+    for layer in (1, 2, 3):
+        groups = cast(Generator[object], store.fetch_groups(layer, slow))
+        next(groups)
+        groups.close()
+        assert store._draining
+        model.fetch(store, layer, fast)
+        wait_for(lambda: not store._draining, store)
+        n_records = store.counts.n_records
+        model.fetch(store, layer, fast)
+        assert store.counts.n_records == n_records
     store.close()
 
 

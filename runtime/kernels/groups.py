@@ -89,6 +89,14 @@ def _group_kernel(ids: tensor, known: tensor, addresses: tensor, rows: tensor, p
 def groups_of(chosen: np.ndarray, experts: Sequence[int], addresses: Sequence[int], *, out: Groups) -> None:
     """Write the groups of given experts, n of them, into tables on the host: chosen int64 [M, k]."""
     n_rows, k = chosen.shape
+    if n_rows == 1:
+        # A plain token's, made while the device waits: a few lines instead of many small arrays.
+        ranks, rows, places = chosen[0].tolist(), out.rows.numpy(), out.places.numpy()
+        out.addresses.numpy()[:] = addresses
+        rows[:, 1:] = places[:, 1:] = -1
+        rows[:, 0] = 0
+        places[:, 0] = [ranks.index(expert) for expert in experts]
+        return
     is_member = chosen[None] == np.asarray(experts)[:, None, None]  # [n, M, k]
     uses, rank, number = is_member.any(-1), is_member.argmax(-1), np.arange(n_rows)
     out.addresses.numpy()[:] = addresses

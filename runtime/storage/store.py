@@ -602,6 +602,9 @@ class Store:
         """Return where the threads that read copy a chunk on to, None if it is not to go to the device unseen or finds no slot there now."""
         if not incoming.is_wanted or incoming.expected is not None or incoming.is_spare:
             return None
+        # Slots are first for what waits for them already.
+        if self._whole_in_host:
+            return None
         slot = self._land(incoming.key)
         return None if slot is None else self._device_slots.target(slot, chunk.begin)
 
