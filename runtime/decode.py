@@ -20,6 +20,7 @@ from manifests.geometry import Geometry
 from runtime.kernels.driver import raw_stream, upload
 from runtime.kernels.expert import run_experts
 from runtime.kernels.groups import Groups, group_resident, groups_of
+from runtime.kernels.indexer import select_in_cache
 from runtime.kernels.kda import kda_decode_
 from runtime.kernels.mla import mla_decode_
 from runtime.kernels.norms import rms_norm, rms_norm_gated
@@ -27,6 +28,7 @@ from runtime.kernels.residual import add_mix_and_norm_
 from runtime.kernels.router import combine_and_norm, route
 from runtime.kernels.rows import TILE_ROWS
 from runtime.kernels.situ import situ_halves
+from runtime.model import IndexedMlaState, initial_indexed_state
 from runtime.running_sum import RunningSum
 from runtime.segments import Moment, Segment
 from runtime.state import FixedState, KdaState, MlaState, Rewind, State, kda_input_sizes
@@ -59,6 +61,12 @@ class DeviceRecords(Protocol):
         ...
 
 
+def empty_state(geometry: Geometry, context: int, device: torch.device, *, is_long_context: bool = False) -> FixedState:
+    """Return the state before the first token, with room for `context` tokens, and for their index keys if the indexer is evaluated."""
+    start = initial_indexed_state(geometry, 1, torch.device("meta")) if is_long_context else None
+    return FixedState.empty(geometry, context, device, start=start)
+
+
 class LayerFacts(NamedTuple):
     """What one layer of one step needed: the experts chosen, int64 [rows, k], those that the device lacked, and the seconds until they were there."""
 
@@ -81,15 +89,17 @@ class Decoder:
         context: int,
         n_prefetch: int = 0,
         routing: Tensor | None = None,
+        is_long_context: bool = False,
     ) -> None:
         """Make the buffers.
 
-        n_prefetch  experts of each layer to guess and read while the device attends
-        routing     int64 [context, MoE layers, k], on the device: experts to use instead of the router's choice, by position
+        n_prefetch       experts of each layer to guess and read while the device attends
+        routing          int64 [context, MoE layers, k], on the device: experts to use instead of the router's choice, by position
+        is_long_context  evaluate K3.1's indexer, as in `Model`
         """
         self.geometry, self.weights, self.layout, self.records = geometry, weights, layout, records
         self.device, self.routing = weights.device, routing
-        self.state = FixedState.empty(geometry, context, self.device)
+        self.state = empty_state(geometry, context, self.device, is_long_context=is_long_context)
         shape, is_cuda = (geometry.n_layers, geometry.n_experts), self.device.type == "cuda"
         # Where each expert lies, as the device knows it. The host's rows are pinned, so that a copy does not wait.
         self.known = torch.zeros(shape, dtype=torch.int64, device=self.device)
@@ -359,12 +369,19 @@ class _Block(RunningSum):
         sizes = [g.q_lora_rank, g.kv_lora_rank + g.qk_rope_head_dim, g.n_heads * g.v_head_dim]
         low, kv, gate = self._product(layer, "attn_in", x).split(sizes, dim=-1)
         q = rms_norm(low, self._vector(layer, "attn_q_a_norm.weight"), eps=g.lora_norm_eps, is_tiled=True)
+        positions = self._select(layer, x, q, state) if isinstance(state, IndexedMlaState) else None
         o = mla_decode_(
             self._product(layer, "attn_q_b", q)[0].unflatten(-1, (g.n_heads, -1)), kv[0], state.latent[0], state.k_rot[0], self._state.n_past,
             kv_b=self._weights.by_head(f"blk.{layer}.attn_kv_b.weight", g.n_heads), gain=self._vector(layer, "attn_kv_a_norm.weight"),
-            eps=g.lora_norm_eps, gate=gate[0].unflatten(-1, (g.n_heads, -1)),
+            eps=g.lora_norm_eps, gate=gate[0].unflatten(-1, (g.n_heads, -1)), positions=positions,
         )  # fmt: skip
         return self._product(layer, "attn_output", o.flatten(-2).unsqueeze(0))
+
+    def _select(self, layer: int, x: Tensor, low: Tensor, cache: IndexedMlaState) -> Tensor:
+        """Take the rows' index keys into the cache; return the positions that each row attends to."""
+        assert self._g.indexer is not None
+        self._append_index_keys(layer, x, cache, self._state.n_past)
+        return select_in_cache(*self._index_queries(layer, x, low), cache.index_k[0], self._state.n_past, self._g.indexer.top_k)
 
     def _route(self, layer: int) -> tuple[Tensor, Tensor]:
         g, bias = self._g, self._vector(layer, "exp_probs_b.bias")

@@ -20,19 +20,19 @@ from layout.record import record_layout
 from layout.sizes import format_size
 from manifests.errors import BadInputError, DamagedDataError, DeviceError, UsageError
 from manifests.geometry import Geometry
-from runtime.decode import Decoder
+from runtime.decode import Decoder, empty_state
 from runtime.experts import CheckpointRecords, StreamedExperts
 from runtime.heat import LoggedExperts, RoutingLog
 from runtime.kernels.prompt_q8_0 import why_no_prompt_products
 from runtime.kernels.rows import TILE_ROWS, Arithmetic, forbid_tf32
 from runtime.memory import AUTO
-from runtime.model import Experts, Model, PlainDecoder
+from runtime.model import Experts, Model
 from runtime.prompt import MOST_ROWS, PromptPass, prompt_bytes, rows_that_fit
 from runtime.sampler import Sampler
 from runtime.saved_state import SavedState, made_on, new_ids, on_device
 from runtime.speculate import Drafting, Limits, continue_text
 from runtime.speculate import Step as Step
-from runtime.start import check_direct, check_tier_caps, checked_kernels, planned_budgets, present_budgets
+from runtime.start import check_direct, check_tier_caps, checked_kernels, device_room, planned_budgets, present_budgets
 from runtime.state import State
 from runtime.stats import ExpertCounts, new_counts
 from runtime.storage.flat_out import Source, flat_out_bytes_per_s
@@ -173,13 +173,16 @@ class Engine:
         self.context = context_limit(self.geometry, options.context, is_long_context=options.is_long_context)
         check_tier_caps(self.prepared, options.tier_caps)
         budgets = options.vram_cache, options.host_pool, self.geometry, self.device
-        planned_budgets(*budgets, spine_bytes=self.prepared.manifest.spine.n_bytes + options.drafter_bytes)
+        spine_bytes, reserved_bytes = self.prepared.manifest.spine.n_bytes, options.drafter_bytes
+        if options.is_long_context:
+            reserved_bytes += room_for_text(self.geometry, self.context, self.device, spine_bytes=spine_bytes)
+        planned_budgets(*budgets, spine_bytes=spine_bytes + reserved_bytes)
         self._copies = _usable_copies(self.prepared, on_remark)
         if options.is_direct_required:
             check_direct(self.prepared, self._copies)
         self.kernels = checked_kernels(self.device, on_remark, self.prepared.record)
         self.weights: SpineWeights = load_spine(self.prepared, self.device)
-        self.vram, self.host = present_budgets(*budgets, reserved_bytes=options.drafter_bytes)
+        self.vram, self.host = present_budgets(*budgets, reserved_bytes=reserved_bytes)
         if options.is_cold:
             drop_page_cache(self.prepared, self._copies)
         self.prompt_counts, self.decode_counts = (new_counts(len(self.prepared.manifest.drives)) for _ in range(2))
@@ -216,18 +219,19 @@ class Engine:
         self.prompt_pass = self._new_prompt_pass(routing_log, on_remark)
         self.chunk = self.options.chunk if self.prompt_pass is None else self._fitting_chunk()
 
-    def _new_decoder(self, routing_log: RoutingLog | None) -> Decoder | PlainDecoder:
-        if self.options.is_long_context:
-            return PlainDecoder(self.model)
+    def _new_decoder(self, routing_log: RoutingLog | None) -> Decoder:
         options, record = self.options, self.prepared.record
-        decoder = Decoder(self.geometry, self.weights, record, self.store, context=self.context, n_prefetch=options.n_prefetch)
+        decoder = Decoder(
+            self.geometry, self.weights, record, self.store,
+            context=self.context, n_prefetch=options.n_prefetch, is_long_context=options.is_long_context,
+        )  # fmt: skip
         if routing_log is not None:
             decoder.on_layer = routing_log.add_layer
         return decoder
 
     def _new_prompt_pass(self, routing_log: RoutingLog | None, on_remark: Callable[[str], None]) -> PromptPass | None:
-        """Return what runs prompts on a GPU; elsewhere, and with an indexer, the plain model does."""
-        if self.device.type != "cuda" or isinstance(self.decoder, PlainDecoder):
+        """Return what runs prompts on a GPU; elsewhere the plain model does."""
+        if self.device.type != "cuda":
             return None
         if (reason := why_no_prompt_products(self.device)) is not None:
             on_remark(f"prompts run in plain torch, slowly: {reason}")
@@ -244,9 +248,10 @@ class Engine:
         free_bytes, _ = torch.cuda.mem_get_info(self.device)
         # A drafter may not have taken its share yet.
         free_bytes = max(0, free_bytes - self.options.drafter_bytes)
-        n_rows = rows_that_fit(self.geometry, self.context, int(PROMPT_SHARE * free_bytes))
+        is_long = self.options.is_long_context
+        n_rows = rows_that_fit(self.geometry, self.context, int(PROMPT_SHARE * free_bytes), is_long_context=is_long)
         if not n_rows:
-            needed = format_size(prompt_bytes(self.geometry, TILE_ROWS, self.context))
+            needed = format_size(prompt_bytes(self.geometry, TILE_ROWS, self.context, is_long_context=is_long))
             cure = "ask for a smaller --vram-cache or context (-c)"
             raise DeviceError(f"the prompt pass takes {needed} of {self.device} at least, but {format_size(free_bytes)} are left; {cure}")
         return min(self.options.chunk, n_rows)
@@ -283,7 +288,7 @@ class Engine:
         caps = "".join(f"; at most {cap} requests in flight on tier {tier}" for tier, cap in sorted(options.tier_caps.items()))
         return [
             f"device {self.device}, torch {torch.__version__}, float32; {how or prompt}; context {self.context}"
-            + ("; long context, unverified: the indexer selects positions, in plain torch" if options.is_long_context else ""),
+            + ("; long context, unverified: the indexer selects positions" if options.is_long_context else ""),
             f"kernels: {self.kernels}",
             f"drives {drives}; read {modes}{' (required)' if options.is_direct_required else ''}; {verified}{caps}",
             f"prefetch {options.n_prefetch} experts of each layer"
@@ -317,8 +322,7 @@ class Engine:
 
     def saved_state(self, ids: list[int], logits: Tensor) -> SavedState:
         """Return what another run needs to go on from here: ids are all tokens that were run, logits those after the last."""
-        state = self.decoder.state
-        return SavedState(tuple(ids), state if isinstance(state, State) else state.copied(), logits, self.options.arithmetic, made_on(self.device))
+        return SavedState(tuple(ids), self.decoder.state.copied(), logits, self.options.arithmetic, made_on(self.device))
 
     def _begin(self, saved: SavedState | None) -> None:
         """Let the decoder go on from a saved state, or from no text."""
@@ -479,6 +483,18 @@ def check_ids(ids: list[int], geometry: Geometry, context: int) -> None:
     if len(ids) > context:
         longer = f"-c may be at most {geometry.max_context} here" if context < geometry.max_context else "shorten the prompt"
         raise BadInputError(f"the prompt has {len(ids)} tokens, but the context is {context}; {longer}")
+
+
+def room_for_text(geometry: Geometry, context: int, device: torch.device, *, spine_bytes: int) -> int:
+    """Return what the state of a long context takes of the device. Raises DeviceError if that is not there beside the spine."""
+    n_bytes = empty_state(geometry, context, torch.device("meta"), is_long_context=True).n_bytes
+    room = device_room(device).less(spine_bytes)
+    if n_bytes > room.available_bytes - room.reserve_bytes:
+        needed, left = format_size(n_bytes), format_size(max(0, room.available_bytes - room.reserve_bytes))
+        raise DeviceError(
+            f"-c {context}: a text of so many tokens takes {needed} of {device}, but beside the spine {left} are free; give a smaller -c"
+        )
+    return n_bytes
 
 
 def _check_tokenizer(prepared: Prepared) -> None:

@@ -5,7 +5,6 @@ differentiable and change nothing in place. K3.1's indexer is evaluated on deman
 `geometry.max_context`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -256,37 +255,3 @@ def _situ_mlp(layer: Layer, x: Tensor, names: tuple[str, str, str]) -> Tensor:
     g = layer.geometry
     y = situ(layer.linear(gate, x), layer.linear(up, x), beta=g.situ_beta, linear_beta=g.situ_linear_beta)
     return layer.linear(down, y)
-
-
-class PlainDecoder:
-    """Decodes one text as decode.Decoder does, with the plain forward pass: for what the decoder on fixed buffers lacks, the indexer."""
-
-    # Nothing here waits for the device apart from its results.
-    wait_device_s = 0.0
-
-    def __init__(self, model: Model) -> None:
-        self.model, self.state = model, model.initial_state(1)
-        self._block, self._before = list[int](), self.state
-
-    def begin(self, state: State) -> None:
-        """Go on from a state of one text, made by this model."""
-        self.state, self._block = state, []
-
-    def capture(self, n_rows: int, *, can_cut: bool = False) -> None:
-        """Do nothing: there is nothing to prepare."""
-
-    def step(self, ids: Sequence[int], *, can_cut: bool = False) -> Tensor:
-        """Run the next tokens of the text; return their logits, float32 [tokens, vocabulary]. Any step can be cut."""
-        self._block, self._before = list(ids), self.state
-        logits, self.state = self.model.forward(self._tokens(self._block), self.state, arithmetic=Arithmetic.DECODE)
-        return logits[0]
-
-    def keep(self, n_rows: int) -> None:
-        """Forget the rows of the last step after its first n_rows, by running these again."""
-        assert 1 <= n_rows <= len(self._block)
-        if n_rows < len(self._block):
-            self._block = self._block[:n_rows]
-            _, self.state = self.model.trunk(self._tokens(self._block), self._before, arithmetic=Arithmetic.DECODE)
-
-    def _tokens(self, ids: list[int]) -> Tensor:
-        return torch.tensor([ids], device=self.model.weights.device)

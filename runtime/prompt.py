@@ -2,8 +2,9 @@
 
 The same mathematics as model.py and the same small kernels as decode.py, on the state that decode goes on from. Q8_0 products run on tensor
 cores (kernels/prompt_q8_0.py); experts run as in decode, 16 rows an entry; KDA goes token by token, its memory in registers; MLA attends some
-heads at a time. A layer's reads begin as soon as its routing is known, those first that most rows wait for, and the device computes what every
-token needs meanwhile. What an expert gives a row has a place of its own, and is added up in expert order: the order of arrival changes no bit.
+heads at a time, and where K3.1's indexer selects, 16 tokens at a time as in decode. A layer's reads begin as soon as its routing is known, those
+first that most rows wait for, and the device computes what every token needs meanwhile. What an expert gives a row has a place of its own, and
+is added up in expert order: the order of arrival changes no bit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,9 @@ from layout.record import RecordLayout
 from manifests.geometry import Geometry
 from runtime.decode import DeviceRecords
 from runtime.kernels.expert import MOST_GROUPS, run_experts
+from runtime.kernels.indexer import select_in_cache
 from runtime.kernels.kda import kda_decode_
+from runtime.kernels.mla import SPLIT_POSITIONS, attend_in_cache
 from runtime.kernels.norms import rms_norm, rms_norm_gated
 from runtime.kernels.prompt_mla import attend_by_heads, attention_bytes
 from runtime.kernels.prompt_q8_0 import product_bytes, q8_0_product_of_many
@@ -26,6 +29,7 @@ from runtime.kernels.router import combine_and_norm, route
 from runtime.kernels.rows import TILE_ROWS, linear
 from runtime.kernels.sigmoid import gate_by_sigmoid
 from runtime.kernels.situ import situ_halves
+from runtime.model import IndexedMlaState
 from runtime.running_sum import RunningSum
 from runtime.segments import Moment
 from runtime.state import FixedState, KdaState, MlaState, kda_input_sizes
@@ -199,10 +203,38 @@ class _Rows(RunningSum):
         seen = slice(n_past + self.n_rows)
         state.latent[:, n_past : seen.stop] = rms_norm(latent, self._vector(layer, "attn_kv_a_norm.weight"), eps=g.lora_norm_eps, is_tiled=True)
         state.k_rot[:, n_past : seen.stop] = k_rot
-        q = self._product(layer, "attn_q_b", rms_norm(low, self._vector(layer, "attn_q_a_norm.weight"), eps=g.lora_norm_eps, is_tiled=True))
-        kv_b = self._weights.by_head(f"blk.{layer}.attn_kv_b.weight", g.n_heads)
-        o = attend_by_heads(q[0].unflatten(-1, (g.n_heads, -1)), state.latent[0, seen], state.k_rot[0, seen], kv_b)
+        low = rms_norm(low, self._vector(layer, "attn_q_a_norm.weight"), eps=g.lora_norm_eps, is_tiled=True)
+        q = self._product(layer, "attn_q_b", low)[0].unflatten(-1, (g.n_heads, -1))
+        if isinstance(state, IndexedMlaState):
+            o = self._attend_by_index(layer, x, low, q, state)
+        else:
+            del low
+            o = self._attend_to_all(layer, q, state)
         return self._product(layer, "attn_output", gate_by_sigmoid(o.flatten(-2).unsqueeze(0), gate))
+
+    def _attend_to_all(self, layer: int, q: Tensor, cache: MlaState) -> Tensor:
+        """Return what the first rows attend to, [rows, heads, value size], for their queries [rows, heads, nope and rope size]."""
+        seen = slice(self._state.n_tokens + len(q))
+        return attend_by_heads(q, cache.latent[0, seen], cache.k_rot[0, seen], self._kv_b(layer))
+
+    def _attend_by_index(self, layer: int, x: Tensor, low: Tensor, q: Tensor, cache: IndexedMlaState) -> Tensor:
+        """Return what all rows attend to: those that see no more than the indexer selects as without it, the others as in decode."""
+        assert self._g.indexer is not None
+        n_past, n_most = self._state.n_tokens, self._g.indexer.top_k
+        self._append_index_keys(layer, x, cache, self._state.n_past)
+        n_dense = min(max(n_most - n_past, 0), self.n_rows)
+        outputs = [self._attend_to_all(layer, q[:n_dense], cache)] if n_dense else []
+        if n_dense < self.n_rows:
+            queries, weights = self._index_queries(layer, x[:, n_dense:], low[:, n_dense:])
+            for start in range(n_dense, self.n_rows, TILE_ROWS):
+                rows, index = slice(start, start + TILE_ROWS), slice(start - n_dense, start - n_dense + TILE_ROWS)
+                past = torch.full((1,), n_past + start, dtype=torch.int32, device=q.device)
+                positions = select_in_cache(queries[index], weights[index], cache.index_k[0, : n_past + rows.stop], past, n_most)
+                outputs.append(attend_in_cache(q[rows], cache.latent[0], cache.k_rot[0], past, kv_b=self._kv_b(layer), positions=positions))
+        return torch.cat(outputs)
+
+    def _kv_b(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._weights.by_head(f"blk.{layer}.attn_kv_b.weight", self._g.n_heads)
 
     def _dense(self, layer: int, x: Tensor) -> Tensor:
         """Return the dense feed-forward block, some rows at a time: it is several times as wide as all else."""
@@ -270,10 +302,11 @@ class _Rows(RunningSum):
         return q8_0_product_of_many(x[0], self._weights.quantised(f"blk.{layer}.{name}.weight")).unsqueeze(0)
 
 
-def prompt_bytes(g: Geometry, n_rows: int, n_positions: int) -> int:
+def prompt_bytes(g: Geometry, n_rows: int, n_positions: int, *, is_long_context: bool = False) -> int:
     """Return the device memory that a pass of n_rows tokens takes at its worst, beside spine, state and caches.
 
-    n_positions  tokens that the last of them sees, itself included
+    n_positions      tokens that the last of them sees, itself included
+    is_long_context  whether the indexer is evaluated
     """
     # cuBLAS keeps a workspace.
     workspace_bytes = 64_000_000
@@ -285,10 +318,15 @@ def prompt_bytes(g: Geometry, n_rows: int, n_positions: int) -> int:
     kda_in, q_size, values = sum(kda_input_sizes(g)), g.n_heads * (g.qk_nope_head_dim + g.qk_rope_head_dim), g.n_heads * g.v_head_dim
     mla_in = g.q_lora_rank + g.kv_lora_rank + g.qk_rope_head_dim + values
     moe_in = g.latent_size + 2 * g.shared_intermediate_size
+    indexer = g.indexer if is_long_context else None
     attention = attention_bytes(
-        n_rows, n_positions, g.n_heads,
+        n_rows, n_positions if indexer is None else min(n_positions, indexer.top_k), g.n_heads,
         n_nope=g.qk_nope_head_dim, n_rope=g.qk_rope_head_dim, n_values=g.v_head_dim, n_latents=g.kv_lora_rank,
     )  # fmt: skip
+    if indexer is not None:
+        # Keys, queries and the weights of their heads; what they are made of.
+        mla_in += indexer.head_dim + indexer.n_heads * (indexer.head_dim + 1) + g.q_lora_rank
+        attention = max(attention, _selection_bytes(g, indexer.top_k, n_positions))
     return (
         workspace_bytes
         + 4 * floats
@@ -305,7 +343,16 @@ def prompt_bytes(g: Geometry, n_rows: int, n_positions: int) -> int:
     )
 
 
-def rows_that_fit(g: Geometry, context: int, free_bytes: int) -> int:
+def _selection_bytes(g: Geometry, n_most: int, n_positions: int) -> int:
+    """Return what 16 rows take to select up to n_most positions, sort keys counted twice for the library's sake, and to attend to them."""
+    n_selected = min(n_most, n_positions)
+    n_splits = -(-n_selected // SPLIT_POSITIONS)
+    attended = (n_splits + 2) * g.n_heads * g.kv_lora_rank + 2 * g.n_heads * g.v_head_dim
+    return TILE_ROWS * (2 * 8 * n_positions + 32 * n_selected + 4 * attended)
+
+
+def rows_that_fit(g: Geometry, context: int, free_bytes: int, *, is_long_context: bool = False) -> int:
     """Return how many tokens a pass can take at a time in that much memory, a multiple of 16 up to MOST_ROWS; 0 if there is not even room for 16."""
-    fitting = (n for n in range(MOST_ROWS, 0, -TILE_ROWS) if prompt_bytes(g, n, max(n, context)) <= free_bytes)
+    sizes = range(MOST_ROWS, 0, -TILE_ROWS)
+    fitting = (n for n in sizes if prompt_bytes(g, n, max(n, context), is_long_context=is_long_context) <= free_bytes)
     return next(fitting, 0)

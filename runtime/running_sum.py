@@ -5,8 +5,10 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from manifests.geometry import Geometry
+from runtime.kernels.indexer import append_index_keys_
 from runtime.kernels.norms import rms_norm
 from runtime.kernels.residual import add_mix_and_norm_, mix_and_norm
+from runtime.model import IndexedMlaState
 from runtime.weights import SpineWeights
 
 
@@ -27,6 +29,9 @@ class RunningSum(ABC):
 
     @abstractmethod
     def _kda(self, layer: int, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _product(self, layer: int, name: str, x: Tensor) -> Tensor: ...
 
     def _attend(self, layer: int, addends: tuple[Tensor, ...]) -> Tensor:
         """Add what the layer before left and the layer's attention to the running sum; return the normalised input of its feed-forward block."""
@@ -54,3 +59,23 @@ class RunningSum(ABC):
 
     def _vector(self, layer: int, name: str) -> Tensor:
         return self._weights.vector(f"blk.{layer}.{name}")
+
+    def _append_index_keys(self, layer: int, x: Tensor, cache: IndexedMlaState, n_past: Tensor) -> None:
+        """Take the rows' index keys into a layer's cache: x is the layer's normalised input, n_past int32 [1]."""
+        try:
+            bias = self._vector(layer, "indexer.k_norm.bias")
+        except KeyError:
+            # A spine may have none.
+            bias = None
+        keys, gain = self._product(layer, "indexer.attn_k", x)[0], self._vector(layer, "indexer.k_norm.weight")
+        append_index_keys_(keys, cache.index_k[0], n_past, gain=gain, bias=bias, eps=self._g.rms_norm_eps)
+
+    def _index_queries(self, layer: int, x: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows' index queries [rows, index heads, index head size] and the weights of their heads [rows, index heads].
+
+        x    [1, rows, hidden], the layer's normalised input
+        low  [1, rows, q_lora_rank], normalised: what the layer's queries are made of
+        """
+        assert self._g.indexer is not None
+        queries = self._product(layer, "indexer.attn_q_b", low)[0].unflatten(-1, (self._g.indexer.n_heads, -1))
+        return queries, self._product(layer, "indexer.proj", x)[0]

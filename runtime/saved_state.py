@@ -6,7 +6,7 @@ A safetensors file: `ids` int64 [tokens], `logits` float32 [vocabulary] after th
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from manifests.geometry import Geometry
 from manifests.manifest import Manifest
 from runtime.kernels.rows import Arithmetic
 from runtime.model import initial_indexed_state
-from runtime.state import LayerState, MlaState, State, initial_state
+from runtime.state import MlaState, State, initial_state, tensors_of, with_tensors
 
 FORMAT = "ktier state 1"
 _AGAIN = "make it again with --state-out"
@@ -61,7 +61,7 @@ def write_state(path: Path, saved: SavedState, manifest: Manifest) -> None:
     assert len(saved.ids) == saved.state.n_tokens
     tensors = {"ids": torch.tensor(saved.ids), "logits": saved.logits}
     for number, layer in enumerate(saved.state.layers):
-        tensors |= {f"{number}.{name}": tensor for name, tensor in _tensors_of(layer).items()}
+        tensors |= {f"{number}.{name}": tensor for name, tensor in tensors_of(layer).items()}
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     facts = {"format": FORMAT, **_model_facts(manifest), "arithmetic": saved.arithmetic.value, "made_on": saved.made_on}
     _write(path, tensors, {**facts, "xxh3_128": _hash_of(tensors)})
@@ -84,14 +84,14 @@ def read_state(path: Path, manifest: Manifest, *, context: int, arithmetic: Arit
     except (OSError, SafetensorError) as error:
         raise BadInputError(f"{path}: cannot be read as a saved state: {error}; if it was cut short, {_AGAIN}") from None
     _check_values(path, tensors, facts, manifest.geometry)
-    layers = (_with(layer, {name: tensors[f"{number}.{name}"] for name in _tensors_of(layer)}) for number, layer in enumerate(start.layers))
+    layers = (with_tensors(layer, {name: tensors[f"{number}.{name}"] for name in tensors_of(layer)}) for number, layer in enumerate(start.layers))
     state, made = State(n_tokens, tuple(layers)), Arithmetic(facts["arithmetic"])
     return SavedState(tuple(tensors["ids"].tolist()), state, tensors["logits"], made, facts["made_on"])
 
 
 def on_device(state: State, device: torch.device) -> State:
     """Return a state in the memory of a device."""
-    layers = (_with(layer, {name: tensor.to(device) for name, tensor in _tensors_of(layer).items()}) for layer in state.layers)
+    layers = (with_tensors(layer, {name: tensor.to(device) for name, tensor in tensors_of(layer).items()}) for layer in state.layers)
     return State(state.n_tokens, tuple(layers))
 
 
@@ -162,7 +162,7 @@ def _shapes(geometry: Geometry, start: State, n_tokens: int) -> _Shapes:
     """Return the dtype and shape of every tensor of a state like `start` after n_tokens tokens."""
     shapes: _Shapes = {"ids": ("I64", (n_tokens,)), "logits": ("F32", (geometry.vocab_size,))}
     for number, layer in enumerate(start.layers):
-        for name, tensor in _tensors_of(layer).items():
+        for name, tensor in tensors_of(layer).items():
             batch, size, *rest = tensor.shape
             shapes[f"{number}.{name}"] = ("F32", (batch, n_tokens if isinstance(layer, MlaState) else size, *rest))
     return shapes
@@ -200,12 +200,3 @@ def _hash_of(tensors: Mapping[str, Tensor]) -> str:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.numpy().reshape(-1).view(np.uint8).data
-
-
-def _tensors_of(layer: LayerState) -> dict[str, Tensor]:
-    return {f.name: getattr(layer, f.name) for f in fields(layer)}
-
-
-def _with(layer: LayerState, tensors: Mapping[str, Any]) -> LayerState:
-    """Return a layer's state of the same kind with these tensors."""
-    return replace(layer, **tensors)

@@ -14,7 +14,6 @@ from torch import Tensor
 from runtime.decode import Decoder
 from runtime.draft.drafter import MOST_DRAFTS, Drafter, DrafterFault
 from runtime.draft.gates import EconomyGate, Round
-from runtime.model import PlainDecoder
 from runtime.sampler import Sampler
 
 
@@ -121,7 +120,7 @@ class Drafting:
 
 
 def continue_text(
-    decoder: Decoder | PlainDecoder,
+    decoder: Decoder,
     sampler: Sampler,
     logits: Tensor,
     *,
@@ -175,7 +174,7 @@ class _Writer:
         return Step(token, row, finish or ("context" if n_past >= self.limits.context else None))
 
 
-def _drafted_round(decoder: Decoder | PlainDecoder, writer: _Writer, drafting: Drafting, n_most: int) -> Generator[Step, None, Step]:
+def _drafted_round(decoder: Decoder, writer: _Writer, drafting: Drafting, n_most: int) -> Generator[Step, None, Step]:
     """Run the text's last token with drafts behind it. Yield a token for each row up to the first whose draft is another; return the last."""
     drafts, drafter_s = drafting.propose(writer.text, n_most)
     # Not part of what a step costs: it happens once.

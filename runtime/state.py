@@ -3,7 +3,9 @@
 `State` is never changed in place; `FixedState` is, by decode, and a `Rewind` takes it back into its last block.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +42,17 @@ class MlaState:
 
 
 LayerState = KdaState | MlaState
+_Layer = TypeVar("_Layer", KdaState, MlaState, LayerState)
+
+
+def tensors_of(layer: LayerState) -> dict[str, Tensor]:
+    """Return the tensors of a layer's state under their names; an MLA cache may have more than `MlaState` has."""
+    return {f.name: getattr(layer, f.name) for f in fields(layer)}
+
+
+def with_tensors(layer: _Layer, tensors: Mapping[str, Any]) -> _Layer:
+    """Return a layer's state of the same kind with these tensors."""
+    return replace(layer, **tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +97,20 @@ class FixedState:
     conv: Tensor
 
     @classmethod
-    def empty(cls, geometry: Geometry, context: int, device: torch.device) -> "FixedState":
-        """Return the state before the first token, with room for `context` tokens."""
+    def empty(cls, geometry: Geometry, context: int, device: torch.device, *, start: State | None = None) -> "FixedState":
+        """Return the state before the first token, with room for `context` tokens.
+
+        start  that state as one that nothing changes, on any device, if its MLA caches have more tensors than those of `initial_state`
+        """
         memory, conv = _kda_buffers(geometry, device)
         kda = iter(zip(memory, conv, strict=True))
-        layers = [
-            _with_room(_initial(geometry, layer, 1, device), context) if geometry.is_full_attention(layer) else KdaState(*next(kda))
-            for layer in range(geometry.n_layers)
-        ]
+        start = initial_state(geometry, 1, torch.device("meta")) if start is None else start
+        layers = [_with_room(layer, context, device) if isinstance(layer, MlaState) else KdaState(*next(kda)) for layer in start.layers]
         return cls(0, torch.zeros(1, dtype=torch.int32, device=device), tuple(layers), memory, conv)
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for layer in self.layers for x in tensors_of(layer).values())
 
     def reset(self) -> None:
         """Return to the state before the first token."""
@@ -103,14 +121,10 @@ class FixedState:
     def load(self, state: State) -> None:
         """Take over a state of one text."""
         for mine, other in zip(self.layers, state.layers, strict=True):
-            if isinstance(mine, MlaState):
-                assert isinstance(other, MlaState) and other.latent.shape[1] <= mine.latent.shape[1]
-                mine.latent[:, : other.latent.shape[1]].copy_(other.latent)
-                mine.k_rot[:, : other.k_rot.shape[1]].copy_(other.k_rot)
-            else:
-                assert isinstance(other, KdaState)
-                mine.memory.copy_(other.memory)
-                mine.conv.copy_(other.conv)
+            assert type(mine) is type(other)
+            for buffer, tensor in zip(tensors_of(mine).values(), tensors_of(other).values(), strict=True):
+                assert tensor.shape[1] <= buffer.shape[1]
+                buffer[:, : tensor.shape[1]].copy_(tensor)
         self.set_n_tokens(state.n_tokens)
 
     def set_n_tokens(self, n_tokens: int) -> None:
@@ -122,15 +136,13 @@ class FixedState:
         return State(self.n_tokens, tuple(self._copied(layer) for layer in self.layers))
 
     def _copied(self, layer: LayerState) -> LayerState:
-        if isinstance(layer, MlaState):
-            return MlaState(layer.latent[:, : self.n_tokens].clone(), layer.k_rot[:, : self.n_tokens].clone())
-        return KdaState(layer.memory.clone(), layer.conv.clone())
+        seen = slice(self.n_tokens if isinstance(layer, MlaState) else None)
+        return with_tensors(layer, {name: tensor[:, seen].clone() for name, tensor in tensors_of(layer).items()})
 
 
-def _with_room(layer: LayerState, context: int) -> MlaState:
-    assert isinstance(layer, MlaState)
-    latent, k_rot = layer.latent, layer.k_rot
-    return MlaState(latent.new_zeros((1, context, latent.shape[-1])), k_rot.new_zeros((1, context, k_rot.shape[-1])))
+def _with_room(layer: MlaState, context: int, device: torch.device) -> MlaState:
+    buffers = {name: torch.zeros(1, context, tensor.shape[-1], dtype=tensor.dtype, device=device) for name, tensor in tensors_of(layer).items()}
+    return with_tensors(layer, buffers)
 
 
 def kda_layers(g: Geometry) -> list[int]:

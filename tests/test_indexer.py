@@ -15,7 +15,7 @@ from runtime.engine import Engine, Options
 from runtime.kernels.indexer import attend_selected, index_keys, index_scores, select_positions
 from runtime.kernels.mla import attend_absorbed
 from runtime.kernels.rows import Arithmetic
-from runtime.model import IndexedMlaState, Layer, Model, PlainDecoder, Weights, attention
+from runtime.model import IndexedMlaState, Layer, Model, Weights, attention
 from runtime.state import KdaState, MlaState, State
 
 N_TOKENS, TOP_K = 40, 8
@@ -274,32 +274,6 @@ def test_texts_of_a_batch_have_their_own_selection(engine: Engine, arithmetic: A
     together, _ = run(model, ids, arithmetic, 10)
     alone = torch.cat([run(model, text[None], arithmetic, 10)[0] for text in ids])
     torch.testing.assert_close(together, alone, rtol=0, atol=2e-5)
-
-
-def test_the_plain_decoder_goes_on_from_a_prompt_with_the_bits_of_one_pass(engine: Engine) -> None:
-    model, ids = model_of(engine), text_of(engine)
-    expected, state = run(model, ids[:, :25], Arithmetic.DECODE)
-    decoder = PlainDecoder(model)
-    with torch.inference_mode():
-        first = decoder.step(ids[0, :25].tolist())
-        assert torch.equal(first, expected[0]) and decoder.state.n_tokens == 25
-        whole, _ = run(model, ids, Arithmetic.DECODE)
-        decoder.begin(state)
-        rest = torch.cat([decoder.step([i]) for i in ids[0, 25:].tolist()])
-    assert torch.equal(rest, whole[0, 25:])
-
-
-def test_the_plain_decoder_forgets_the_last_rows_of_a_block(engine: Engine) -> None:
-    model, ids = model_of(engine), text_of(engine)[0].tolist()
-    expected, _ = run(model, text_of(engine), Arithmetic.DECODE)
-    decoder = PlainDecoder(model)
-    with torch.inference_mode():
-        decoder.step(ids[:20])
-        decoder.step([*ids[20:25], 1, 2, 3], can_cut=True)
-        for n_rows in (8, 6, 5):
-            decoder.keep(n_rows)
-            assert decoder.state.n_tokens == 20 + n_rows
-        assert torch.equal(decoder.step(ids[25:]), expected[0, 25:])
 
 
 def test_without_the_flag_there_are_no_index_keys_and_no_longer_text(engine: Engine) -> None:

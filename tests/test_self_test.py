@@ -17,7 +17,7 @@ from interpreted import accept_numpy_2_4, run_interpreted
 from layout.record import RecordLayout
 from manifests.errors import DeviceError
 from runtime.doctor import kernel_test_finding
-from runtime.kernels import bf16, cuda_library, expert, groups, kda, mla, norms, products_check, prompt_q8_0, q8_0, residual, router, situ
+from runtime.kernels import bf16, cuda_library, expert, groups, indexer, kda, mla, norms, products_check, prompt_q8_0, q8_0, residual, router, situ
 from runtime.kernels.cuda_library import VARIANTS, choose_variant, fall_back, fallen_back, find_library, reject, why_not
 from runtime.kernels.expert import MOST_COLUMNS, why_not_compiled
 from runtime.kernels.launch import HAS_TRITON, IS_INTERPRETED
@@ -50,6 +50,8 @@ STEP_KERNELS: list[tuple[ModuleType, str, str]] = [
     (mla, "_attention_kernel", "MLA step"),
     (mla, "_merge_kernel", "MLA step"),
     (mla, "_values_kernel", "MLA step"),
+    (indexer, "_append_key_kernel", "index selection"),
+    (indexer, "_sort_keys_kernel", "index selection"),
     (groups, "_group_kernel", "resident groups"),
 ]
 # Of the same modules, but not for a step of decode.

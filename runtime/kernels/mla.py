@@ -16,7 +16,8 @@ Shapes: B batch, T new tokens, S tokens in all (the T new ones last), H heads, N
 
 A decode step on a GPU keeps its cache in buffers of fixed size and the number of past tokens in device memory, so that one CUDA graph
 serves all positions: append, q_latent = W_k^T q_nope, attention by splits of SPLIT_POSITIONS, their merge in order, o = W_v o_latent. Splits
-behind the last token end at once. A split's place is a matter of positions, never of rows.
+behind the last token end at once. A split's place is a matter of positions, never of rows. With an indexer a split is 128 of the selected
+positions: while all are selected, the same numbers are added in the same order.
 """
 
 import math
@@ -24,6 +25,7 @@ import math
 import torch
 from torch import Tensor
 
+from runtime.kernels.indexer import attend_selected
 from runtime.kernels.launch import DOT_PRECISION, OPTIONS, block_of, constexpr, is_ready, jit, ready, rows_of, runs_kernels, tensor, tl, warps_of
 from runtime.kernels.norms import rms_norm, rms_normalised_f32
 from runtime.kernels.q8_0 import expand_q8_0
@@ -45,7 +47,7 @@ def attend_absorbed(q_nope: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor
         q, n_past = torch.cat([q_nope, q_rot], dim=-1), latent.shape[1] - q_nope.shape[1]
         past = torch.full((1,), n_past, dtype=torch.int32, device=q.device)
         kv_b = ready(kv_b)
-        texts = (_launch_attention(q[b], ready(latent[b]), ready(k_rot[b]), past, kv_b, None, None) for b in range(q.shape[0]))
+        texts = (_launch_attention(q[b], ready(latent[b]), ready(k_rot[b]), past, kv_b, None, None, None) for b in range(q.shape[0]))
         return torch.stack([*texts])
     n_nope = q_nope.shape[-1]
     w_k, w_v = kv_b[:, :n_nope], kv_b[:, n_nope:]
@@ -80,44 +82,54 @@ def attend_expanded(q_nope: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor
 
 def mla_decode_(
     q: Tensor, kv: Tensor, latent: Tensor, k_rot: Tensor, n_past: Tensor, *, kv_b: Tensor | tuple[Tensor, Tensor], gain: Tensor, eps: float,
-    gate: Tensor | None = None,
+    gate: Tensor | None = None, positions: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Append the new tokens of one text to its cache, in place, and return what they attend to.
 
-    q        [T, H, N + R]
-    kv       [T, L + R]: latents before their norm, and k_rot
-    latent   [S, L], and k_rot [S, R]: the cache's buffers, of S >= n_past + T rows; those from n_past on may hold anything
-    n_past   int32 [1], on the device; it stays as it is
-    kv_b     [H, N + V, L] float32, or its Q8_0 as int8 [H, N + V, L] and float16 scales [H, N + V, L/32]
-    gain     [L], and eps: of the latents' norm
-    gate     [T, H, V] or None: the result is multiplied by sigmoid(gate)
-    returns  [T, H, V]
+    q          [T, H, N + R]
+    kv         [T, L + R]: latents before their norm, and k_rot
+    latent     [S, L], and k_rot [S, R]: the cache's buffers, of S >= n_past + T rows; those from n_past on may hold anything
+    n_past     int32 [1], on the device; it stays as it is
+    kv_b       [H, N + V, L] float32, or its Q8_0 as int8 [H, N + V, L] and float16 scales [H, N + V, L/32]
+    gain       [L], and eps: of the latents' norm
+    gate       [T, H, V] or None: the result is multiplied by sigmoid(gate)
+    positions  int32 [T, K] or None: all that each token attends to, as `indexer.select_in_cache` returns them; else it attends to all before it
+    returns    [T, H, V]
+
+    While a token's positions are all that it sees, the result is that without `positions`: bit for bit in the plain form and under Triton's
+    interpreter. A GPU runs the same kernel, in which only the addresses differ; its bits have not been compared.
 
     For the static buffers of a CUDA graph; a caller that runs past S writes nothing there and gets wrong rows, so it must count.
     """
+    if runs_kernels(kv, latent, k_rot, gain):
+        assert is_ready(latent) and is_ready(k_rot)
+        _launch_append(kv, latent, k_rot, n_past, ready(gain), eps)
+    else:
+        new, new_rot = kv.split([latent.shape[-1], k_rot.shape[-1]], dim=-1)
+        written = slice(int(n_past), int(n_past) + q.shape[0])
+        latent[written] = rms_norm(new.unsqueeze(0), gain, eps=eps, is_tiled=True)[0]
+        k_rot[written] = new_rot
+    return attend_in_cache(q, latent, k_rot, n_past, kv_b=kv_b, gate=gate, positions=positions)
+
+
+def attend_in_cache(
+    q: Tensor, latent: Tensor, k_rot: Tensor, n_past: Tensor, *, kv_b: Tensor | tuple[Tensor, Tensor], gate: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return what the new tokens attend to, of a cache that has them: `mla_decode_` without its first step; arguments are as there."""
     weights, scales = (kv_b, None) if isinstance(kv_b, Tensor) else kv_b
     if scales is not None:
         assert weights.dtype is torch.int8 and scales.dtype is torch.float16
-    floats = [q, kv, latent, k_rot, gain, *([gate] if gate is not None else []), *([weights] if scales is None else [])]
+    floats = [q, latent, k_rot, *([gate] if gate is not None else []), *([weights] if scales is None else [])]
     if runs_kernels(*floats):
         # Weights too: a copy of them at every step would go unnoticed.
         assert all(is_ready(x) for x in (latent, k_rot, weights, *([scales] if scales is not None else [])))
-        _launch_append(kv, latent, k_rot, n_past, ready(gain), eps)
-        return _launch_attention(q, latent, k_rot, n_past, weights, scales, gate)
+        return _launch_attention(q, latent, k_rot, n_past, weights, scales, gate, positions)
     matrix = weights if scales is None else expand_q8_0(weights.flatten(0, 1), scales.flatten(0, 1)).view(weights.shape)
-    return _plain_decode_(q, kv, latent, k_rot, int(n_past), matrix, gain, eps, gate)
-
-
-def _plain_decode_(
-    q: Tensor, kv: Tensor, latent: Tensor, k_rot: Tensor, n_past: int, kv_b: Tensor, gain: Tensor, eps: float, gate: Tensor | None
-) -> Tensor:
-    n_tok, n_rope = q.shape[0], k_rot.shape[-1]
-    new, new_rot = kv.split([latent.shape[-1], n_rope], dim=-1)
-    end = n_past + n_tok
-    latent[n_past:end] = rms_norm(new.unsqueeze(0), gain, eps=eps, is_tiled=True)[0]
-    k_rot[n_past:end] = new_rot
-    q_nope, q_rot = q.unsqueeze(0).split([q.shape[-1] - n_rope, n_rope], dim=-1)
-    o = attend_absorbed(q_nope, q_rot, latent[None, :end], k_rot[None, :end], kv_b.to(q.dtype))[0]
+    q_nope, q_rot = q.unsqueeze(0).split([q.shape[-1] - k_rot.shape[-1], k_rot.shape[-1]], dim=-1)
+    end = int(n_past) + q.shape[0]
+    seen = (q_nope, q_rot, latent[None, :end], k_rot[None, :end], matrix.to(q.dtype))
+    o = (attend_absorbed(*seen) if positions is None else attend_selected(*seen, positions[None].long()))[0]
     return o if gate is None else o * sigmoid(gate)
 
 
@@ -144,14 +156,16 @@ def _append_kernel(kv: tensor, latent: tensor, k_rot: tensor, n_past: tensor, ga
 
 
 def _launch_attention(
-    q: Tensor, latent: Tensor, k_rot: Tensor, n_past: Tensor, weights: Tensor, scales: Tensor | None, gate: Tensor | None
-) -> Tensor:
+    q: Tensor, latent: Tensor, k_rot: Tensor, n_past: Tensor, weights: Tensor, scales: Tensor | None, gate: Tensor | None,
+    positions: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Return [T, H, V] for q [T, H, N + R], the cache with the T new tokens in it, and weights [H, N + V, L]."""
     (n_tok, n_heads, _), n_latents, n_rope = q.shape, latent.shape[1], k_rot.shape[1]
     q, q_distance = rows_of(q, 2)
     n_nope = q.shape[2] - n_rope
     n_values = weights.shape[1] - n_nope
-    n_splits = -(-latent.shape[0] // SPLIT_POSITIONS)
+    n_positions = latent.shape[0] if positions is None else positions.shape[1]
+    n_splits = -(-n_positions // SPLIT_POSITIONS)
     is_q8_0 = scales is not None
 
     def floats(*shape: int) -> Tensor:
@@ -166,8 +180,9 @@ def _launch_attention(
         num_warps=4, **OPTIONS,
     )  # fmt: skip
     _attention_kernel[(n_splits, -(-n_heads // _TILE_HEADS), n_tok)](
-        q, q_latent, latent, k_rot, n_past, partial, sums, latent.shape[0], (n_nope + n_rope) ** -0.5,
-        q_distance, n_heads, _TILE_HEADS, n_nope, n_rope, block_of(n_rope, least=16), n_latents, tile, SPLIT_POSITIONS, DOT_PRECISION,
+        q, q_latent, latent, k_rot, n_past, n_past if positions is None else ready(positions), partial, sums, n_positions, (n_nope + n_rope) ** -0.5,
+        q_distance, n_heads, _TILE_HEADS, n_nope, n_rope, block_of(n_rope, least=16), n_latents, tile, SPLIT_POSITIONS, positions is not None,
+        DOT_PRECISION,
         num_warps=8, **OPTIONS,
     )  # fmt: skip
     _merge_kernel[(n_tok, n_heads)](
@@ -207,9 +222,10 @@ def _queries_kernel(q: tensor, weights: tensor, scales: tensor, q_latent: tensor
 
 
 @jit("n_positions")
-def _attention_kernel(q: tensor, q_latent: tensor, latent: tensor, k_rot: tensor, n_past: tensor, partial: tensor, sums: tensor,
-                      n_positions: tensor, scale: tensor, Q_DISTANCE: constexpr, H: constexpr, HEADS: constexpr, N: constexpr, R: constexpr,
-                      R_BLOCK: constexpr, L: constexpr, TILE: constexpr, SPLIT: constexpr, PRECISION: constexpr) -> None:  # fmt: skip
+def _attention_kernel(q: tensor, q_latent: tensor, latent: tensor, k_rot: tensor, n_past: tensor, positions: tensor, partial: tensor,
+                      sums: tensor, n_positions: tensor, scale: tensor, Q_DISTANCE: constexpr, H: constexpr, HEADS: constexpr, N: constexpr,
+                      R: constexpr, R_BLOCK: constexpr, L: constexpr, TILE: constexpr, SPLIT: constexpr, IS_SELECTED: constexpr,
+                      PRECISION: constexpr) -> None:  # fmt: skip
     """One token, HEADS heads, SPLIT positions: the sum of exp(score - highest) * latent, of exp(score - highest), and the highest score."""
     split, t = tl.program_id(0), tl.program_id(2)
     n_seen = tl.minimum(tl.load(n_past) + t + 1, n_positions)
@@ -218,6 +234,8 @@ def _attention_kernel(q: tensor, q_latent: tensor, latent: tensor, k_rot: tensor
     head, position = tl.program_id(1) * HEADS + tl.arange(0, HEADS), split * SPLIT + tl.arange(0, SPLIT)
     is_head, is_seen = head < H, position < n_seen
     row, place = (t * H + head).to(tl.int64), position.to(tl.int64)
+    if IS_SELECTED:
+        place = tl.load(positions + t.to(tl.int64) * n_positions + place, mask=is_seen, other=0).to(tl.int64)
     scores = tl.zeros((HEADS, SPLIT), tl.float32)
     for start in range(0, L, TILE):
         at = start + tl.arange(0, TILE)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from runtime.kernels.groups import Groups, group_resident, groups_of
+from runtime.kernels.indexer import append_index_keys_, select_in_cache
 from runtime.kernels.kda import kda_decode_
-from runtime.kernels.mla import SPLIT_POSITIONS, mla_decode_
+from runtime.kernels.mla import SPLIT_POSITIONS, attend_in_cache, mla_decode_
 from runtime.kernels.norms import rms_norm, rms_norm_gated
 from runtime.kernels.residual import add_mix_and_norm_, mix_and_norm
 from runtime.kernels.router import combine_and_norm, route
@@ -139,6 +140,25 @@ def _run_mla(
     return o, latent[:end], k_rot[:end]
 
 
+def _selection_inputs(source: torch.Generator) -> tuple[Any, ...]:
+    """As for an MLA step, with an indexer of four heads that selects 60 positions."""
+    q, _, latent, k_rot, past, quants, scales, *_ = _mla_inputs(source)
+    latent[int(past) :], k_rot[int(past) :] = 0.0, 0.0
+    index_k = randn(source, len(latent), 64)
+    index_k[int(past) :] = torch.nan
+    return q, latent, k_rot, past, quants, scales, index_k, randn(source, 3, 64), randn(source, 3, 4, 64), randn(source, 3, 4), randn(source, 64)
+
+
+def _run_selection(
+    q: Tensor, latent: Tensor, k_rot: Tensor, past: Tensor, quants: Tensor, scales: Tensor, index_k: Tensor, k: Tensor, index_q: Tensor,
+    weights: Tensor, gain: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    append_index_keys_(k, index_k, past, gain=gain, bias=gain, eps=_EPS)
+    positions = select_in_cache(index_q, weights, index_k, past, 60)
+    o = attend_in_cache(q, latent, k_rot, past, kv_b=(quants, scales), positions=positions)
+    return positions.double(), o, index_k[: SPLIT_POSITIONS + 2]
+
+
 def _group_inputs(source: torch.Generator) -> tuple[Tensor, ...]:
     """Five rows with four of ten experts each, of which every third has no address."""
     ids = torch.rand(5, 10, generator=source, device=source.device).argsort(-1)[:, :4].sort(-1).values
@@ -179,5 +199,6 @@ STEP_CHECKS = (
     _in_float64("SiTU", lambda s: (3 * randn(s, 1, 3, 600),), _run_situ),
     _in_float64("KDA step", _kda_inputs, _run_kda),
     _in_float64("MLA step", _mla_inputs, _run_mla),
+    _in_float64("index selection", _selection_inputs, _run_selection),
     Check("resident groups", _group_inputs, _run_groups, _expected_groups, tolerance=0.0),
 )
