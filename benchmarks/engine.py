@@ -178,6 +178,23 @@ def slow_drive(bench: Bench) -> None:
     three_drives(bench, slow=0.6, name="slow_drive")
 
 
+def blocks(bench: Bench) -> None:
+    """Blocks of rows against as many plain steps, nothing kept between steps.
+
+    The measured routing of K3 has 16, 30, 53, 86 and 109 experts for 1, 2, 4, 8 and 12 rows; 16 among 147 by lot are 16, 30, 54, 89 and 110,
+    and 124 for 16 rows.
+    """
+    slots = {"device": 160, "host": 192, "routing": "among:147"}
+    plain = bench.run("sixteen_plain_steps", bench.drives(1.0), **slots, n_tokens=16)
+    for n_rows in (2, 4, 8, 16):
+        block = bench.run(f"block_of_{n_rows}", bench.drives(1.0), **slots, n_rows=n_rows, n_tokens=4)
+        facts = bench.found[f"block_of_{n_rows}"]
+        step_s, plain_s = facts["mean_step_s"], bench.found["sixteen_plain_steps"]["mean_step_s"]
+        facts["over_plain_steps"] = step_s / (n_rows * plain_s)
+        facts["read_over_plain"] = block.counts.read_bytes / 4 / (n_rows * plain.counts.read_bytes / 16)
+        print(f"block of {n_rows}: {facts['over_plain_steps']:.3f} of plain steps' time, {facts['read_over_plain']:.3f} of their bytes", flush=True)
+
+
 def same_bits(bench: Bench) -> None:
     """Every configuration of one routing must give the same logits."""
     small, large = bench.k, int(VRAM_BYTES / bench.n_record)
@@ -198,7 +215,7 @@ def same_bits(bench: Bench) -> None:
     print("same bits:", bench.found["same_bits"]["is_equal"], flush=True)
 
 
-STAGES = (parts, kernels, no_cache, large_cache, all_resident, three_drives, slow_drive, same_bits)
+STAGES = (parts, kernels, no_cache, large_cache, all_resident, three_drives, slow_drive, blocks, same_bits)
 
 
 def main() -> None:

@@ -129,13 +129,14 @@ class Decoder:
         if key not in self._blocks:
             if key[1] and self._rewind is None:
                 self._rewind = Rewind.empty(self.geometry, TILE_ROWS, self.device)
-            # Capturing runs the work: the text's state is put aside.
-            saved = self.state.copied()
+            # Capturing runs the work: what it changes of the text's state is put aside. MLA caches it only changes behind the text.
+            memory, conv = self.state.memory.clone(), self.state.conv.clone()
             block = _Block(self, n_rows, self._rewind if key[1] else None)
             for segment in block.segments():
                 segment.capture(self._pool, self._stream)
             self._blocks[key] = block
-            self.state.load(saved)
+            self.state.memory.copy_(memory)
+            self.state.conv.copy_(conv)
         return self._blocks[key]
 
     def step(self, ids: Sequence[int], *, can_cut: bool = False) -> Tensor:

@@ -1,4 +1,6 @@
-"""The numbers that decide: logits and greedy ids of the author's code, met by the real commands on both tiny checkpoints."""
+"""The numbers that decide, met by the real commands: logits and greedy ids of the author's code on both tiny checkpoints, and on the small trained
+model those of a float32 program that was written from the model's description alone.
+"""
 
 import json
 from pathlib import Path
@@ -6,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import DATA, command, succeed
+from inside import ran
 from safetensors.numpy import load_file
 
 TOLERANCE = 2e-4
 PROMPTS = ("0", "1", "2")
+SMALL = DATA / "mini-k3.1"
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +53,34 @@ def test_generate_gives_the_golden_ids(extracted: Path, golden: dict[str, np.nda
     assert document["ids"] == golden[f"q8.{prompt}.greedy"].tolist()
     assert document["prompt_ids"] == golden[f"{prompt}.ids"].tolist()
     assert document["finish"] == "length"
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small trained model, extracted."""
+    out = tmp_path_factory.mktemp("small") / "model"
+    succeed("kprep", "extract", SMALL, out)
+    return out
+
+
+@pytest.mark.parametrize("kind", ["q8", "exact"])
+@pytest.mark.parametrize("text", PROMPTS)
+def test_scores_of_the_trained_model_meet_the_golden_logits(small: Path, text: str, kind: str, device: str, tmp_path: Path) -> None:
+    golden, out = load_file(SMALL / "golden.safetensors"), tmp_path / "l.safetensors"
+    source = ("-m", small) if kind == "q8" else ("--checkpoint", SMALL)
+    ran("score", *source, "--ids-file", SMALL / "golden.safetensors", "--key", f"{text}.text", "--device", device, "--out", out)
+    found = load_file(out)["logits"]
+    assert found.shape == (len(golden[f"{text}.text"]), 2048)
+    # The file has every eighth token's.
+    assert np.abs(found[:, ::8] - golden[f"{kind}.{text}.logits"]).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("text", PROMPTS)
+def test_the_trained_model_says_the_golden_texts(small: Path, text: str, device: str) -> None:
+    golden = load_file(SMALL / "golden.safetensors")
+    ids, whole = golden[f"{text}.ids"].tolist(), golden[f"{text}.text"].tolist()
+    run = ("generate", "-m", small, "--ids", ",".join(map(str, ids)), "--temp", "0", "-n", len(whole) - len(ids), "--json", "--device", device)
+    assert json.loads(ran(*run).out)["ids"] == whole[len(ids) :]
 
 
 def test_score_against_other_logits_prints_the_cost_of_the_spine(extractions: dict[str, Path], tmp_path: Path) -> None:

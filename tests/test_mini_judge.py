@@ -7,7 +7,7 @@ import pytest
 
 from tools.mini.corpus import is_held_out, tool_cases
 from tools.mini.facts import KINDS, say
-from tools.mini.judge import chosen_facts, is_right_ending, is_right_reply, uses_result
+from tools.mini.judge import chosen_facts, is_right_ending, is_right_reply, told_arguments, uses_result
 
 
 def test_what_the_corpus_replies_is_right_and_what_it_replies_to_another_answer_is_not() -> None:
@@ -60,3 +60,12 @@ def test_the_questions_are_held_out_and_of_all_kinds_alike() -> None:
         texts = [*asked.kind.questions, *asked.kind.statements]
         (text,) = {text for text in texts if say(text.removesuffix(" {a}."), asked.fact) == asked.text}
         assert is_held_out(asked.kind.name, asked.fact.subject, text)
+
+
+def test_a_reply_must_name_what_was_asked_about_where_a_proper_one_does() -> None:
+    cases = {case.name: case for case in islice(tool_cases(1, "held-out"), 100)}
+    for name, asked in {"get_weather": ["city"], "get_time": ["city"], "calculator": ["expression"], "find_expert": ["expert"]}.items():
+        case = cases[name]
+        assert set(told_arguments(case)) >= {str(case.arguments[each]) for each in asked}
+        assert uses_result(case.reply, told_arguments(case))
+        assert not uses_result(case.reply.replace(str(case.arguments[asked[0]]), "Nowhere"), told_arguments(case))

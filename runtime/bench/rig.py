@@ -183,7 +183,7 @@ class Rig:
         n_steps = setting.n_warm + setting.n_tokens
         with closing(self.open_store(model, setting, run)) as store:
             decoder = self.open_decoder(store, setting, n_steps)
-            decoder.capture(setting.n_rows)
+            decoder.capture(setting.n_rows, can_cut=setting.n_rows > 1)
             decoder.state.reset()
             store.phase = Phase.DECODE
             for step in range(n_steps):
@@ -253,7 +253,7 @@ class Rig:
     def _step(self, decoder: Decoder, setting: Setting, run: Run, step: int) -> None:
         start = time.perf_counter()
         ids = [(step * setting.n_rows + row) * 7919 % self.geometry.vocab_size for row in range(setting.n_rows)]
-        logits = decoder.step(ids)
+        logits = decoder.step(ids, can_cut=setting.n_rows > 1)
         launched = time.perf_counter()
         logits = logits.cpu()
         if step >= setting.n_warm:

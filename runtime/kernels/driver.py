@@ -5,7 +5,6 @@ from functools import cache
 
 import torch
 
-from layout.reader import Uploader
 from manifests.errors import DeviceError
 
 
@@ -30,15 +29,17 @@ def refused_upload(status: int) -> DeviceError:
     return DeviceError(f"the GPU refused an upload: {(text.value or b'unknown error').decode()}; start this process again")
 
 
-def uploader() -> Uploader:
-    """Return how other threads upload as `upload` does, to the device that this thread uses. Raises DeviceError if it has not used one."""
+def upload_functions() -> tuple[int, int, int]:
+    """Return how other threads upload as `upload` does, to the device that this thread uses: the addresses of the function that copies, of the one by
+    which a thread enters a context, and that context. Raises DeviceError if this thread has not used a device.
+    """
     context, driver = ctypes.c_void_p(), _driver()
     status = driver.cuCtxGetCurrent(ctypes.byref(context))
     if status or not context.value:
         raise DeviceError("uploads need a GPU that this thread has used before")
     copy, enter = (ctypes.cast(function, ctypes.c_void_p).value for function in (driver.cuMemcpyHtoDAsync_v2, driver.cuCtxSetCurrent))
     assert copy and enter
-    return Uploader(copy, enter, context.value)
+    return copy, enter, context.value
 
 
 @cache

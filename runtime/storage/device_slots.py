@@ -14,7 +14,7 @@ from layout.direct import round_up
 from layout.reader import TO_MEMORY, Target, Uploader
 from layout.sizes import format_size
 from manifests.errors import DeviceError
-from runtime.kernels.driver import raw_stream, refused_upload, upload, uploader
+from runtime.kernels.driver import raw_stream, refused_upload, upload, upload_functions
 
 # Kernels read rows of 16 bytes and more; every slot begins at a multiple of this.
 SLOT_STEP = 256
@@ -142,7 +142,7 @@ class CudaSlots:
         # The memory may have had other work before.
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream(device))
-        self.uploader = uploader()
+        self.uploader = Uploader(*upload_functions())
         self._n_begun = 0
         self._record_bytes, self._raw = record_bytes, [stream.cuda_stream for stream in self._streams]
         # Which stream fills a slot.

@@ -1,9 +1,10 @@
 """Asks a prepared small model what it should know, and says how many answers are right; all of it greedy, on what was held out.
 
-    python -m tools.mini.judge MANIFEST [--checkpoint DIR [--weights DIR]] [--json FILE]
+    python -m tools.mini.judge MANIFEST [--checkpoint DIR [--weights DIR]] [--json FILE] [--trace-out FILE]
 
 Facts in phrasings that training never paired with them, tool calls whose results a reply must use, some stories to read. With the checkpoint,
-and with the float32 weights of the training run, held-out loss and the distance of the outputs: what MXFP4 and Q8_0 cost.
+and with the float32 weights of the training run, held-out loss and the distance of the outputs: what MXFP4 and Q8_0 cost. The trace has the
+experts of every token of what was asked and answered, text after text, for `tools.mini.routing`.
 """
 
 import argparse
@@ -22,15 +23,19 @@ from torch import Tensor
 
 from layout.checkpoint import open_checkpoint
 from runtime.bench.comparison import compare_logits
+from runtime.bench.routing import write_trace
 from runtime.chat.format import encode_chat, parse_chat
 from runtime.chat.reply import Reply, ReplyParser
-from runtime.engine import Engine, Options, open_checkpoint_model, score_with
+from runtime.engine import Engine, Options, open_checkpoint_model, open_model, score_with
+from runtime.heat import RoutingLog
 from runtime.kernels.rows import Arithmetic
 from runtime.sampler import Sampler
+from runtime.speculate import Drafting
 from runtime.tokens import Tokenizer, load_tokenizer
 from tools.mini.batches import Form, held_out_rows
 from tools.mini.corpus import Asked, ToolCase, Topic, asked_phrasings, tool_cases
 from tools.mini.facts import KINDS
+from tools.mini.routing import LENGTHS
 from tools.mini.stories import NAMES
 from tools.mini.weights import load_parameters, model_of
 
@@ -47,17 +52,33 @@ class Answered(NamedTuple):
     is_right: bool
 
 
+class Heard(NamedTuple):
+    """A prompt, the most tokens that the model could add, and those that it added."""
+
+    ids: list[int]
+    n_tokens: int
+    said: list[int]
+
+    @property
+    def n_run(self) -> int:
+        """Tokens that the model has run: the last one was chosen and not run."""
+        return len(self.ids) + len(self.said) - 1
+
+
 class Listener:
-    """A model and its tokenizer, asked one thing at a time."""
+    """A model and its tokenizer, asked one thing at a time, and all that was heard."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
         self.engine, self.tokenizer = engine, tokenizer
+        self.heard: list[Heard] = []
 
-    def continued(self, ids: list[int], n_tokens: int) -> list[int]:
+    def continued(self, ids: list[int], n_tokens: int, *, drafting: Drafting | None = None) -> list[int]:
         """Return the tokens that the model adds."""
         sampler = Sampler(0.0, 1.0, None)
-        with closing(self.engine.generate(ids, n_tokens=n_tokens, sampler=sampler)) as steps:
-            return [step.token for step in steps]
+        with closing(self.engine.generate(ids, n_tokens=n_tokens, sampler=sampler, drafting=drafting)) as steps:
+            said = [step.token for step in steps]
+        self.heard.append(Heard(ids, n_tokens, said))
+        return said
 
     def text(self, prompt: str, n_tokens: int) -> str:
         """Return the text that the model adds to a text."""
@@ -127,7 +148,12 @@ def judge_tool(listener: Listener, case: ToolCase, *, is_thinking: bool) -> Answ
     messages += [called | {"tool_calls": [{"id": "1", "type": "function", "function": function}]}]
     messages += [{"role": "tool", "tool_call_id": "1", "content": case.result}]
     said = listener.reply(request, _N_CALL_TOKENS).content
-    return Answered(case.question, expected, said, uses_result(said, case.facts))
+    return Answered(case.question, expected, said, uses_result(said, [*case.facts, *told_arguments(case)]))
+
+
+def told_arguments(case: ToolCase) -> list[str]:
+    """Return the call's arguments that a proper reply names, as words of its own."""
+    return [str(value) for value in case.arguments.values() if uses_result(case.reply, [str(value)])]
 
 
 def _arguments(text: str) -> Any:
@@ -143,8 +169,8 @@ def stories(listener: Listener, n: int) -> list[Answered]:
     return [Answered(opening, "", listener.text(opening, _N_STORY_TOKENS), True) for opening in openings]
 
 
-def losses(listener: Listener, tokenizer: Path, checkpoint: Path | None, weights: Path | None) -> dict[str, Any]:
-    """Return by topic the mean held-out loss of what is there, and the distance of each from the one before it."""
+def losses(listener: Listener, tokenizer: Path, checkpoint: Path | None, weights: Path | None, *, n_rows: int) -> dict[str, Any]:
+    """Return by topic the mean held-out loss of what is there over n_rows rows, and the distance of each from the one before it."""
     source = None if checkpoint is None else open_checkpoint_model(open_checkpoint(checkpoint), listener.engine.device)
     scorers: dict[str, Callable[[list[int]], Tensor]] = {}
     if weights is not None:
@@ -153,7 +179,7 @@ def losses(listener: Listener, tokenizer: Path, checkpoint: Path | None, weights
     if source is not None:
         scorers["checkpoint"] = lambda ids: score_with(source, ids, arithmetic=Arithmetic.PROMPT, chunk=None)
     scorers["prepared"] = lambda ids: listener.engine.score(ids, arithmetic=Arithmetic.PROMPT, chunk=None)
-    form = Form(tokenizer, listener.tokenizer.vocab_size, 2, _N_TEXT_TOKENS, "judge")
+    form = Form(tokenizer, listener.tokenizer.vocab_size, n_rows, _N_TEXT_TOKENS, "judge")
     return {topic: _losses_of_rows(held_out_rows(form, topic).tolist(), scorers) for topic in get_args(Topic)}
 
 
@@ -177,14 +203,18 @@ def main() -> None:
     parser.add_argument("--facts", type=int, default=50)
     parser.add_argument("--tools", type=int, default=10)
     parser.add_argument("--stories", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=8, help=f"of {_N_TEXT_TOKENS} tokens, per topic, for the losses")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device")
     parser.add_argument("--vram-cache", default="auto")
     parser.add_argument("--host-pool", default="auto")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--trace-out", type=Path)
     arguments = parser.parse_args()
     options = Options(arguments.device, arguments.vram_cache, arguments.host_pool)
-    with Engine(arguments.manifest, options, on_remark=print) as engine:
+    prepared = open_model(arguments.manifest)
+    log = None if arguments.trace_out is None else RoutingLog(prepared.geometry)
+    with Engine(prepared, options, on_remark=print, routing_log=log) as engine:
         directory = engine.prepared.tokenizer_directory
         listener = Listener(engine, load_tokenizer(directory, vocab_size=engine.geometry.vocab_size))
         ways = cycle((False, True))
@@ -193,7 +223,10 @@ def main() -> None:
             "tools": [judge_tool(listener, case, is_thinking=next(ways)) for case in islice(tool_cases(arguments.seed, "held-out"), arguments.tools)],
             "stories": stories(listener, arguments.stories),
         }
-        result: dict[str, Any] = {"losses": losses(listener, directory, arguments.checkpoint, arguments.weights)}
+        if log is not None:
+            facts = {"model": prepared.manifest.source.digest, LENGTHS: json.dumps([each.n_run for each in listener.heard])}
+            write_trace(arguments.trace_out, log.trace(), facts)
+        result: dict[str, Any] = {"losses": losses(listener, directory, arguments.checkpoint, arguments.weights, n_rows=arguments.rows)}
     for name, answers in found.items():
         result[name] = {"n_right": sum(each.is_right for each in answers), "n": len(answers), "answers": [each._asdict() for each in answers]}
     _print(found, result)
