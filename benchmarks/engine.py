@@ -1,6 +1,6 @@
 """Run the engine at a full geometry without its weights, and set every figure beside what its parts reach alone in the same process.
 
-usage: python benchmarks/engine.py OUT.json DIRECTORY [--geometry k3.1] [--files N] [--tokens N] [--only NAME,...]
+usage: python benchmarks/engine.py OUT.json DIRECTORY [--geometry k3.1] [--files N] [--tokens N] [--only NAME,...] [--device cuda]
 
 DIRECTORY should be backed by RAM (/dev/shm/...): directories below it stand for drives. Needs a GPU with room for the spine and 52 GB of experts.
 """
@@ -19,23 +19,27 @@ import torch
 from layout.makespan import Servers, makespan
 from manifests.geometry import load_geometry
 from runtime.bench.rig import Rig, Run, Setting
-from runtime.bench.synthetic import EmulatedDrive
+from runtime.bench.synthetic import EmulatedDrive, make_records
+from runtime.draft.ngram import NgramDrafter
 from runtime.entry import SWITCH_INTERVAL_S
+from runtime.speculate import Drafting
 
 GB = 1e9
 # The cards and pools of the comparison: 27.5 GB in VRAM, 30 GB in host memory.
 VRAM_BYTES, POOL_BYTES = 27.5 * GB, 30 * GB
+# Of the text that drafts are made for.
+PERIOD = 41
 
 
 class Bench:
     """The rig, what has been measured so far, and the digest that all runs must share."""
 
-    def __init__(self, root: Path, geometry: str, n_files: int, n_tokens: int) -> None:
+    def __init__(self, root: Path, geometry: str, n_files: int, n_tokens: int, device: str) -> None:
         self.directories = [root / name for name in "abc"]
         started = time.perf_counter()
         drives = [EmulatedDrive(d, None, 1.0) for d in self.directories]
-        self.rig = Rig(load_geometry(geometry), torch.device("cuda"), drives, n_files)
-        self.n_tokens, self.found = n_tokens, {"geometry": geometry, "setup_s": time.perf_counter() - started}
+        self.rig = Rig(load_geometry(geometry), torch.device(device), drives, n_files, period=PERIOD)
+        self.n_tokens, self.n_files, self.found = n_tokens, n_files, {"geometry": geometry, "setup_s": time.perf_counter() - started}
         self.found["spine_bytes"] = self.rig.weights.n_bytes
         self.n_record, g = self.rig.layout.n_bytes, self.rig.geometry
         self.k, self.n_all = g.n_experts_per_token, len(g.moe_layers) * g.n_experts_per_token
@@ -43,11 +47,26 @@ class Bench:
     def drives(self, *shares: float, rates: tuple[float | None, ...] = (None, None, None)) -> tuple[EmulatedDrive, ...]:
         return tuple(EmulatedDrive(d, r, s) for d, s, r in zip(self.directories, shares, rates, strict=False))
 
+    def slots(self, n_bytes: float) -> int:
+        return min(int(n_bytes / self.n_record), len(self.rig.geometry.moe_layers) * self.rig.geometry.n_experts)
+
+    def among(self, n: int) -> str:
+        """Return the routing among n experts of each layer, or all if there are fewer."""
+        return f"among:{min(n, self.rig.geometry.n_experts)}"
+
+    def lose_second(self, step: int, _: Run) -> None:
+        """Have the second directory fail in mid-run."""
+        if step == 5:
+            for path in self.directories[1].iterdir():
+                path.unlink()
+
     def run(self, name: str, drives: tuple[EmulatedDrive, ...], device: int, host: int, **more: Any) -> Run:
         on_step = more.pop("on_step", None)
         setting = Setting(drives, device, host, **{"routing": "zipf", "n_tokens": self.n_tokens, **more})
         began = time.perf_counter()
         run = self.rig.run(setting, on_step=on_step)
+        if on_step is not None:
+            make_records(self.rig.layout, self.directories, self.n_files, seed=0)
         facts = {**run.facts(), "whole_s": time.perf_counter() - began}
         facts["step_s"] = [round(s, 5) for s in facts["step_s"]]
         self.found[name] = facts
@@ -141,7 +160,7 @@ def no_cache(bench: Bench) -> None:
 
 def large_cache(bench: Bench) -> None:
     """27.5 GB in VRAM and 30 GB of host memory, against the slowest part."""
-    run = bench.run("large_cache", bench.drives(1.0), int(VRAM_BYTES / bench.n_record), int(POOL_BYTES / bench.n_record))
+    run = bench.run("large_cache", bench.drives(1.0), bench.slots(VRAM_BYTES), bench.slots(POOL_BYTES))
     known, n_steps = bench.found["parts"], len(run.step_s)
     ideal = max(run.counts.read_bytes / known["flat_out_bytes_per_s"], run.counts.uploaded_bytes / known["upload_bytes_per_s"]) / n_steps
     ideal += known["device_step_s"]
@@ -184,7 +203,7 @@ def blocks(bench: Bench) -> None:
     The measured routing of K3 has 16, 30, 53, 86 and 109 experts for 1, 2, 4, 8 and 12 rows; 16 among 147 by lot are 16, 30, 54, 89 and 110,
     and 124 for 16 rows.
     """
-    slots = {"device": 160, "host": 192, "routing": "among:147"}
+    slots = {"device": 160, "host": 192, "routing": bench.among(147)}
     plain = bench.run("sixteen_plain_steps", bench.drives(1.0), **slots, n_tokens=16)
     for n_rows in (2, 4, 8, 16):
         block = bench.run(f"block_of_{n_rows}", bench.drives(1.0), **slots, n_rows=n_rows, n_tokens=4)
@@ -195,27 +214,57 @@ def blocks(bench: Bench) -> None:
         print(f"block of {n_rows}: {facts['over_plain_steps']:.3f} of plain steps' time, {facts['read_over_plain']:.3f} of their bytes", flush=True)
 
 
+def drafting(bench: Bench) -> None:
+    """A text that repeats itself, plainly and with drafts of what it said before: with all experts on the device, and with none kept."""
+    cases = {"resident": (32 * len(bench.rig.geometry.moe_layers), 64, bench.among(32), 512), "streamed": (160, 192, bench.among(147), 128)}
+    for name, (device, host, routing, n_tokens) in cases.items():
+        setting = Setting(bench.drives(1.0), device, host, routing, n_tokens)
+        plain = bench.rig.write(setting)
+        drafts = Drafting(NgramDrafter(), bench.rig.geometry.vocab_size, print)
+        drafted = bench.rig.write(setting, drafting=drafts)
+        facts = bench.found[f"drafting_{name}"] = {
+            "n_tokens": n_tokens,
+            "period": PERIOD,
+            "is_periodic": plain.ids == [(1 + n) % PERIOD for n in range(n_tokens)],
+            "is_equal": (plain.ids, plain.digest) == (drafted.ids, drafted.digest),
+            "plain_tok_per_s": (n_tokens - 1) / plain.seconds,
+            "drafted_tok_per_s": (n_tokens - 1) / drafted.seconds,
+            "read_bytes": [plain.counts.read_bytes, drafted.counts.read_bytes],
+            **drafts.statistics(),
+        }
+        print(f"drafting, {name}:", {key: round(value, 3) if isinstance(value, float) else value for key, value in facts.items()}, flush=True)
+
+
+def two_hundred(bench: Bench) -> None:
+    """The same bits over 200 tokens: without caches; with large ones, three directories and a guess; a slow directory and one that fails."""
+    n, k, slots = 200, bench.k, bench.slots(VRAM_BYTES)
+    runs = [
+        bench.run("plain_200", bench.drives(1.0), k, 2 * k, n_tokens=n),
+        bench.run("large_200", bench.drives(0.6, 0.6, 0.5), slots, bench.slots(POOL_BYTES), n_tokens=n, n_prefetch=1),
+        bench.run("failing_200", bench.drives(1.0, 1.0, rates=(4 * GB, None)), slots // 4, 400, n_tokens=n, n_prefetch=2, on_step=bench.lose_second),
+    ]
+    bench.found["same_bits_200"] = len({run.digest for run in runs}) == 1
+    print("same bits over 200 tokens:", bench.found["same_bits_200"], flush=True)
+
+
 def same_bits(bench: Bench) -> None:
     """Every configuration of one routing must give the same logits."""
-    small, large = bench.k, int(VRAM_BYTES / bench.n_record)
+    small, large = bench.k, bench.slots(VRAM_BYTES)
     bench.run("two_directories", bench.drives(0.6, 0.6), large // 4, 400)
     bench.run("three_directories", bench.drives(0.6, 0.6, 0.5), small, 2 * small)
     bench.run("prefetch_1", bench.drives(1.0), small, 4 * small, n_prefetch=1)
     bench.run("prefetch_2", bench.drives(1.0), small, 4 * small, n_prefetch=2)
     bench.run("throttled_to_a_tenth", bench.drives(1.0, 1.0, rates=(None, 4 * GB)), large // 4, 400)
 
-    def lose_second(step: int, _: Run) -> None:
-        if step == 5:
-            for path in bench.directories[1].iterdir():
-                path.unlink()
-
-    bench.run("directory_fails", bench.drives(1.0, 1.0), small, 4 * small, on_step=lose_second)
+    bench.run("directory_fails", bench.drives(1.0, 1.0), small, 4 * small, on_step=bench.lose_second)
     digests = {name: facts["digest"] for name, facts in bench.found.items() if isinstance(facts, dict) and facts.get("routing") == "zipf"}
     bench.found["same_bits"] = {"is_equal": len(set(digests.values())) == 1, "digests": digests}
     print("same bits:", bench.found["same_bits"]["is_equal"], flush=True)
 
 
-STAGES = (parts, kernels, no_cache, large_cache, all_resident, three_drives, slow_drive, blocks, same_bits)
+STAGES = (parts, kernels, no_cache, large_cache, all_resident, three_drives, slow_drive, blocks, drafting, same_bits)
+# Only if asked for: each takes minutes.
+MORE_STAGES = (two_hundred,)
 
 
 def main() -> None:
@@ -226,13 +275,15 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--only", default=",".join(stage.__name__ for stage in STAGES))
+    # On a CPU, with a small geometry, the stages that do not measure a GPU can be rehearsed.
+    parser.add_argument("--device", default="cuda")
     asked = parser.parse_args()
     # As in krun.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    bench = Bench(asked.directory, asked.geometry, asked.files, asked.tokens)
-    bench.found |= {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
+    bench = Bench(asked.directory, asked.geometry, asked.files, asked.tokens, asked.device)
+    bench.found |= {"torch": torch.__version__, "device": torch.cuda.get_device_name() if asked.device == "cuda" else asked.device}
     print({k: v for k, v in bench.found.items()}, flush=True)
-    for stage in STAGES:
+    for stage in (*STAGES, *MORE_STAGES):
         if stage.__name__ in asked.only.split(","):
             stage(bench)
             asked.out.write_text(json.dumps(bench.found, indent=1, default=float))

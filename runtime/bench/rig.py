@@ -6,7 +6,7 @@ The spine is made once and serves many configurations, so that their logits can 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,12 @@ from manifests.geometry import Geometry
 from runtime.bench.routing import make_routing
 from runtime.bench.synthetic import EmulatedDrive, SyntheticModel, emulated_servers, make_records, random_spine, record_name, synthetic_model
 from runtime.decode import Decoder, DeviceRecords, LayerFacts
+from runtime.draft.drafter import MOST_DRAFTS
 from runtime.engine import Sample, sample_of
 from runtime.kernels.rows import forbid_tf32
 from runtime.prompt import PromptPass
+from runtime.sampler import Sampler
+from runtime.speculate import Drafting, Limits, continue_text
 from runtime.state import FixedState
 from runtime.stats import ExpertCounts, new_counts
 from runtime.storage.arena import Arena, CudaRegistrar
@@ -129,6 +132,16 @@ class PromptRun:
     counts: ExpertCounts = field(default_factory=lambda: new_counts(0))
 
 
+@dataclass
+class Written:
+    """A text that was written from its first token on, greedily: its ids, a digest of all logits, and the seconds after the first step."""
+
+    ids: list[int]
+    digest: str
+    seconds: float
+    counts: ExpertCounts
+
+
 class ResidentRecords:
     """Records of which all are on the device already: experts share a few, and arrive `n_at_once` at a time."""
 
@@ -164,14 +177,18 @@ class Rig:
         n_files: int,
         *,
         seed: int = 0,
+        period: int = 0,
         on_made: Callable[[int], None] | None = None,
     ) -> None:
-        """Make the files that are not there, and the spine. `on_made` is told how many files of each directory there are."""
+        """Make the files that are not there, and the spine. `on_made` is told how many files of each directory there are.
+
+        period  as for random_spine
+        """
         forbid_tf32()
         self.geometry, self.device, self._n_files, self._seed = geometry, device, n_files, seed
         self.layout = record_layout(geometry)
         self._hashes = make_records(self.layout, [d.directory for d in drives], n_files, seed=seed, on_made=on_made)
-        self.weights = random_spine(geometry, device, seed=seed)
+        self.weights = random_spine(geometry, device, seed=seed, period=period)
 
     def model(self, drives: Sequence[EmulatedDrive]) -> SyntheticModel:
         return synthetic_model(self.geometry, drives, self._n_files, self._hashes, seed=self._seed)
@@ -206,6 +223,25 @@ class Rig:
             found = self._prompt(store, setting)
             found.counts = store.counts
             return found
+
+    @torch.inference_mode()
+    def write(self, setting: Setting, *, drafting: Drafting | None = None) -> Written:
+        """Write setting.n_tokens after token 0, from empty caches. Raises DamagedDataError if an expert cannot be read."""
+        n, run, digest = setting.n_tokens, Run(setting), xxhash.xxh3_128()
+        with closing(self.open_store(self.model(setting.drives), setting, run)) as store:
+            decoder = self.open_decoder(store, replace(setting, n_rows=1), n + MOST_DRAFTS + 2)
+            for n_rows in range(1, 2 + MOST_DRAFTS if drafting is not None else 2):
+                decoder.capture(n_rows, can_cut=drafting is not None)
+            decoder.state.reset()
+            store.phase, ids = Phase.DECODE, list[int]()
+            logits = decoder.step([0])[0].clone()
+            store.counts = new_counts(len(setting.drives))
+            began = time.perf_counter()
+            limits = Limits(n, n + MOST_DRAFTS + 1, ())
+            for step in continue_text(decoder, Sampler(0, 1, 0), logits, text=[0], limits=limits, drafting=drafting):
+                ids.append(step.token)
+                digest.update(step.logits.cpu().numpy().tobytes())
+            return Written(ids, digest.hexdigest(), time.perf_counter() - began, store.counts)
 
     @torch.inference_mode()
     def resident_prompt(self, setting: Setting, *, n_records: int, n_at_once: int) -> PromptRun:

@@ -37,6 +37,9 @@ _E2M1_RMS = 2.9
 LEAST_DEPTH = 3
 THREAD_BYTES_PER_S = 2.5e9
 _INT8_RMS = 73.6
+# Matrices whose products are added to the running sum, and what they are multiplied with where a text is to repeat itself.
+_ADDENDS = ("attn_output.weight", "ffn_down.weight", "ffn_down_shexp.weight", "ffn_routed_up.weight")
+_QUIET = 1 / 32
 
 
 class EmulatedDrive(NamedTuple):
@@ -222,15 +225,27 @@ def spine_bytes(geometry: Geometry) -> int:
     return round(sum(math.prod(tensor.shape) * bytes_of.get(tensor.storage, 4.0) for tensor in tensors))
 
 
-def random_spine(geometry: Geometry, device: torch.device, *, seed: int) -> SpineWeights:
-    """Return a spine made on the device: matrices keep the size of what they multiply, gains are 1, biases and decays 0."""
+def random_spine(geometry: Geometry, device: torch.device, *, seed: int, period: int = 0) -> SpineWeights:
+    """Return a spine made on the device: matrices keep the size of what they multiply, gains are 1, biases and decays 0.
+
+    period  so many tokens, the first ones, follow one another round and round: where greedy decoding begins with one of them, its text repeats
+            itself. For that embeddings are as large as what layers make of them, and what layers add is small
+    """
     generator = torch.Generator(device).manual_seed(seed)
-    builder = SpineBuilder(geometry, device)
+    builder, embeddings = SpineBuilder(geometry, device), torch.empty(0)
     for tensor in spine_tensors(geometry):
         if ".indexer." in tensor.name:
             continue
         if tensor.storage == "Q8_0":
-            builder.add_blocks(tensor.name, _random_blocks(tensor.shape, generator, device))
+            blocks = _random_blocks(tensor.shape, generator, device)
+            if period and tensor.name == "token_embd.weight":
+                embeddings = blocks[:period].clone()
+                blocks[:period] = _scaled(embeddings, geometry.hidden_size**0.5)
+            elif period and tensor.name == "output.weight":
+                blocks[:period] = embeddings.roll(1, 0)
+            elif period and tensor.name.endswith(_ADDENDS):
+                blocks = _scaled(blocks, _QUIET)
+            builder.add_blocks(tensor.name, blocks)
         elif tensor.storage == "shipped":
             builder.add_float(tensor.name, _random_floats(tensor, generator, device).bfloat16())
         else:
@@ -248,6 +263,13 @@ def _random_blocks(shape: tuple[int, ...], generator: torch.Generator, device: t
     scale = torch.tensor([n_columns**-0.5 / _INT8_RMS], dtype=torch.float16, device=device)
     blocks[..., :2] = scale.view(torch.uint8)
     return blocks.flatten(1)
+
+
+def _scaled(blocks: Tensor, factor: float) -> Tensor:
+    """Return Q8_0 as the file has it with all scales multiplied."""
+    parts = blocks.unflatten(1, (-1, BLOCK_BYTES)).clone()
+    parts[..., :2] = (parts[..., :2].contiguous().view(torch.float16) * factor).view(torch.uint8)
+    return parts.flatten(1)
 
 
 def _random_floats(tensor: SpineTensor, generator: torch.Generator, device: torch.device) -> Tensor:
