@@ -378,9 +378,9 @@ int pool_submit(struct pool *pool, int64_t n, const struct request *requests) {
     }
     pthread_mutex_unlock(&pool->lock);
     /* Without the lock, which those that wake want at once. */
-    for (int64_t k = 0; k < pool->n_drives; k++)
-        if (pool->drives[k].waiting.first)
-            pthread_cond_signal(&pool->drives[k].has_work);
+    for (int64_t k = 0; k < n; k++)
+        if (!k || requests[k].drive != requests[k - 1].drive)
+            pthread_cond_signal(&pool->drives[requests[k].drive].has_work);
     return 0;
 }
 

@@ -1,5 +1,8 @@
 """Decode on fixed buffers against the plain model: the same logits, and the same bits for any split into blocks and any cache."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +49,25 @@ def test_logits_are_those_of_the_plain_model_and_any_split_gives_the_same_bits(e
         whole, *others = (decoded(engine, text, split) for split in SPLITS)
     assert (whole - expected[0].cpu()).abs().max() < 1e-4
     assert all(torch.equal(other, whole) for other in others)
+
+
+IN_ANOTHER_PROCESS = """
+import sys
+from pathlib import Path
+import test_decode
+from runtime.engine import Engine, Options
+with Engine(Path(sys.argv[1]), Options(device=sys.argv[2]), on_remark=test_decode.quiet) as engine:
+    sys.stdout.buffer.write(test_decode.decoded(engine, test_decode.random_text(engine), test_decode.SPLITS[2]).numpy().tobytes())
+"""
+
+
+def test_another_process_gives_the_same_bits_for_another_split(extractions: dict[str, Path], device: str) -> None:
+    with Engine(extractions["tiny-k3.1"], Options(device=device), on_remark=quiet) as engine:
+        expected = decoded(engine, random_text(engine), SPLITS[0])
+    command = [sys.executable, "-c", IN_ANOTHER_PROCESS, str(extractions["tiny-k3.1"]), device]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    found = subprocess.run(command, capture_output=True, check=True, env=environment).stdout
+    assert found == expected.numpy().tobytes()
 
 
 @pytest.mark.parametrize("budgets", [("4slots", "4slots"), ("20slots", "8slots"), ("auto", "auto")])
