@@ -4,6 +4,7 @@ A batch follows from its seed and number alone, so it does not matter which proc
 """
 
 import multiprocessing
+import signal
 from collections import deque
 from collections.abc import Generator, Iterator
 from functools import cache
@@ -37,8 +38,8 @@ def batches(form: Form, n_processes: int) -> Generator[np.ndarray, None, None]:
     if not n_processes:
         for number in range(1 << 40):
             yield make_batch(form, number)
-    # Fresh processes: a fork of one that uses a GPU cannot be relied on.
-    with multiprocessing.get_context("spawn").Pool(n_processes) as pool:
+    # Fresh processes: a fork of one that uses a GPU cannot be relied on. They are ended by a signal that whoever started us may ignore.
+    with multiprocessing.get_context("spawn").Pool(n_processes, signal.signal, (signal.SIGTERM, signal.SIG_DFL)) as pool:
         waiting = deque(pool.apply_async(make_batch, (form, n)) for n in range(n_processes * N_AHEAD_PER_PROCESS))
         number = len(waiting)
         while True:
