@@ -54,6 +54,14 @@ class Incoming:
     rival: "Incoming | None" = None
 
 
+class Room(NamedTuple):
+    """Where a record lies in host memory: a slot that is the pool's, or a spare one."""
+
+    key: ExpertKey
+    slot: int
+    is_spare: bool
+
+
 class Ticket(NamedTuple):
     """What travels with a read: whom it is for, and where it is counted, by drive and by tier."""
 

@@ -22,10 +22,10 @@ from layout.record import RecordLayout
 from manifests.errors import DamagedDataError
 from runtime.stats import DriveCounts, ExpertCounts
 from runtime.storage.arena import Arena, CudaRegistrar
-from runtime.storage.cache import ExpertKey, HostPool, SlotCache
-from runtime.storage.device_slots import DeviceSlots, Upload, open_device_slots
+from runtime.storage.cache import ExpertKey, HostPool
+from runtime.storage.device_cache import DeviceCache
 from runtime.storage.drives import Holders, depths_of, drive_facts, pieces_of
-from runtime.storage.incoming import Incoming, LayerFetch, Phase, Ticket
+from runtime.storage.incoming import Incoming, LayerFetch, Phase, Room, Ticket
 from runtime.storage.schedule import Chunk, Job, NoCopyLeft, Read, Scheduler, chunks_in_order_of_need
 
 # Host slots beside the pool, for records that are asked of another drive while a slow one may still write into theirs.
@@ -80,19 +80,17 @@ class Store:
 
         self._n_bytes, self._whole = n_bytes, (Chunk(0, n_bytes),)
         self._chunks = _chunks(prepared.record, step)
-        self._device_slots: DeviceSlots = open_device_slots(n_device_slots, n_bytes, device)
+        shape = (prepared.geometry.n_layers, prepared.geometry.n_experts)
+        self._device = DeviceCache(n_device_slots, n_bytes, device, shape=shape, on_evict=lambda key: self._host.off_device(key))
         registrar = CudaRegistrar(device) if device.type == "cuda" else None
         self.arena = Arena(n_host_slots + _N_SPARE, round_up(n_bytes, step), registrar=registrar, on_remark=on_remark)
         n_spare = min(_N_SPARE, self.arena.n_slots - 1)
         self._spares = list(range(self.arena.n_slots - n_spare, self.arena.n_slots))
         self._host = HostPool(self.arena.n_slots - n_spare, keep_share=_keep_share(prepared, n_device_slots))
-        self._device = SlotCache(n_device_slots, on_evict=self._left_device)
-        # Where each record that work may use lies on the device, 0 where there is none.
-        self._addresses = np.zeros((prepared.geometry.n_layers, prepared.geometry.n_experts), np.int64)
 
         if (slower := why_slower()) is not None:
             on_remark(slower)
-        self._reader = Reader(self.modes, self.depths, limits=limited, pieces=pieces, uploader=self._device_slots.uploader)
+        self._reader = Reader(self.modes, self.depths, limits=limited, pieces=pieces, uploader=self._device.uploader)
         self._arrived: deque[Completion] = deque()
         # Of what was read so far, half a kilobyte each: to make one anew takes longer than to begin a read.
         self._paths: dict[tuple[int, ExpertKey], Path] = {}
@@ -100,10 +98,8 @@ class Store:
         self._incoming: dict[ExpertKey, Incoming] = {}
         # Dead, with a slot of the pool that a read may still write into.
         self._draining: dict[ExpertKey, Incoming] = {}
-        # Device slots that uploads have begun to fill, and whole records that found no device slot yet: where they lie and who owns the place.
-        self._landing: dict[ExpertKey, int] = {}
-        self._whole_in_host: deque[tuple[ExpertKey, int, bool]] = deque()
-        self._uploads: deque[tuple[Upload, ExpertKey, int, bool]] = deque()
+        # Whole records that found no slot on the device yet.
+        self._whole_in_host: deque[Room] = deque()
         self._prefetched: set[ExpertKey] = set()
         self._spoilt: set[tuple[int, ExpertKey]] = set()
         self._layer: LayerFetch | None = None
@@ -123,33 +119,30 @@ class Store:
     def close(self) -> None:
         gc.unfreeze()
         self._reader.close()
-        for upload, *_ in self._uploads:
-            upload.wait()
+        self._device.wait_for_uploads()
         self.arena.close()
 
     def forget(self) -> None:
         """Empty both caches."""
-        for upload, *_ in self._uploads:
-            upload.wait()
+        self._device.wait_for_uploads()
         self._drain()
         self._device.clear()
         self._host.clear()
-        self._addresses[:] = 0
 
     def address(self, slot: int) -> int:
         """Return where a device slot's record begins."""
-        return self._device_slots.address(slot)
+        return self._device.address(slot)
 
     def addresses(self, layer: int) -> np.ndarray:
         """Return where each of a layer's experts lies on the device, int64 [n_experts], 0 where it does not; to be read, not kept.
 
         Work launched on the current stream may use these records until experts of this layer are fetched, and those fetched as long as the fetch.
         """
-        return self._addresses[layer]
+        return self._device.addresses(layer)
 
     def record(self, slot: int) -> Tensor:
         """Return the record in a device slot, uint8 [n_bytes]."""
-        return self._device_slots.record(slot)
+        return self._device.record(slot)
 
     def fetch(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """Yield (expert, record on the device, uint8 [n_bytes]) for each of a layer's experts, in the order of their arrival.
@@ -158,7 +151,7 @@ class Store:
         """
         for group in self.fetch_groups(layer, experts):
             for expert, slot in group:
-                yield expert, self._device_slots.record(slot)
+                yield expert, self._device.record(slot)
 
     def fetch_groups(self, layer: int, experts: Sequence[int], *, passing: Collection[int] = ()) -> Iterator[list[tuple[int, int]]]:
         """Yield groups of (expert, device slot) until each of a layer's experts was there once.
@@ -180,16 +173,12 @@ class Store:
                 if not group:
                     self._wait(state)
                     continue
-                slots = [slot for _, slot in group]
-                self._device_slots.make_ready(slots)
-                for key, slot in group:
-                    self._addresses[key] = self._device_slots.address(slot)
+                self._device.hand_out(group)
                 self.counts.host_s += time.perf_counter() - began - (self.counts.idle_s - idle_before)
                 yield [(key.expert, slot) for key, slot in group]
                 began, idle_before = time.perf_counter(), self.counts.idle_s
-                self._device_slots.used(slots)
+                self._device.take_back(group)
                 for key, _ in group:
-                    self._device.unpin(key)
                     del state.wanted[key]
             self._count_last(state)
             self.counts.host_s += time.perf_counter() - began - (self.counts.idle_s - idle_before)
@@ -233,7 +222,7 @@ class Store:
                 self._host.pin(key)
                 counts.n_host_hits += 1
                 counts.host_hits_by_layer[state.number] += 1
-                self._whole_in_host.append((key, room, False))
+                self._whole_in_host.append(Room(key, room, is_spare=False))
         # Where all of them find a host slot, the scheduler orders them.
         is_scarce = 2 * len(absent) > self._host.n_slots
         state.queue.extend(_interleaved([(key, self._sources(key)) for key in absent]) if is_scarce else absent)
@@ -263,15 +252,15 @@ class Store:
 
     def _upload_waiting(self) -> None:
         """Upload whole records that wait in host memory, as far as the device has slots for them."""
-        while self._whole_in_host and self._upload_whole(*self._whole_in_host[0]):
+        while self._whole_in_host and self._upload_whole(self._whole_in_host[0]):
             self._whole_in_host.popleft()
 
     def _wait(self, state: LayerFetch) -> None:
         """Wait for an arrival, or a little; report what is late."""
-        if state.queue and self._uploads:
+        if state.queue and self._device.has_uploads:
             # A host slot is needed, and the next to be free is the one of the oldest upload.
             start = time.perf_counter()
-            self._uploads[0][0].wait()
+            self._device.wait_for_room()
             self.counts.upload_wait_s += time.perf_counter() - start
             return
         assert self._scheduler.n_in_flight or any(i.n_out for i in self._incoming.values()) or self._draining, "nothing is under way"
@@ -291,9 +280,8 @@ class Store:
 
     def _drain(self) -> None:
         """Take in everything that has arrived, free what uploads have left, and look for reads that take too long."""
-        while self._uploads and self._uploads[0][0].is_done():
-            _, key, room, is_spare = self._uploads.popleft()
-            self._free(key, room, is_spare)
+        for room in self._device.freed_rooms():
+            self._free(room)
         self._arrived.extend(self._reader.take())
         self._take_arrived()
         now = time.perf_counter()
@@ -394,7 +382,7 @@ class Store:
 
     def _take_read(self, done: Completion, ticket: Ticket) -> None:
         if done.refused:
-            raise self._device_slots.refused(done.refused)
+            raise self._device.refused(done.refused)
         read, incoming = ticket.read, ticket.incoming
         ended = done.ended
         incoming.n_out -= 1
@@ -447,15 +435,16 @@ class Store:
             self._kill(incoming.rival)
             incoming.rival = None
         del self._incoming[incoming.key]
+        room = Room(incoming.key, incoming.room, incoming.is_spare)
         if not incoming.is_wanted:
-            self._free(incoming.key, incoming.room, incoming.is_spare)
+            self._free(room)
             return
         self.counts.n_records += 1
         self.counts.records_by_layer[incoming.key.layer] += 1
-        if incoming.key in self._landing and incoming.expected is None:
-            self._finish_upload(incoming.key, incoming.room, incoming.is_spare)
+        if incoming.expected is None and self._device.is_landing(incoming.key):
+            self._landed(room)
         else:
-            self._whole_in_host.append((incoming.key, incoming.room, incoming.is_spare))
+            self._whole_in_host.append(room)
         if not incoming.is_spare:
             self._host.passed_to_device(incoming.key)
 
@@ -606,32 +595,22 @@ class Store:
         if self._whole_in_host:
             return None
         slot = self._land(incoming.key)
-        return None if slot is None else self._device_slots.target(slot, chunk.begin)
+        return None if slot is None else self._device.target(slot, chunk.begin)
 
     def _stop_copying(self, incoming: Incoming) -> None:
         """Have nothing more of a record copied on, and wait for what is on its way: both its room and the slot may be used anew."""
         for number in incoming.copying:
             self._reader.cancel_copy(number)
-        if incoming.copying and (slot := self._landing.get(incoming.key)) is not None:
-            self._device_slots.finish(slot).wait()
+        if incoming.copying:
+            self._device.settle(incoming.key)
         incoming.copying.clear()
-
-    def _left_device(self, key: ExpertKey) -> None:
-        self._addresses[key] = 0
-        self._host.off_device(key)
 
     def _is_passing(self, key: ExpertKey) -> bool:
         return self._layer is not None and key in self._layer.passing
 
     def _land(self, key: ExpertKey) -> int | None:
-        """Return the device slot that a record goes into, None if all are in use."""
-        slot = self._landing.get(key)
-        if slot is None:
-            slot = self._device.take(key, is_prompt=self.phase is Phase.PROMPT, is_passing=self._is_passing(key))
-            if slot is not None:
-                self._landing[key] = slot
-                self._device_slots.begin(slot)
-        return slot
+        """Return the slot on the device that a record goes into, None if all are in use."""
+        return self._device.land(key, is_prompt=self.phase is Phase.PROMPT, is_passing=self._is_passing(key))
 
     def _upload_arrived(self, incoming: Incoming) -> None:
         """Upload the chunks that are there, if the record is needed and the device has a slot for it."""
@@ -639,30 +618,29 @@ class Store:
             return
         source = self.arena.tensor(incoming.room)
         for chunk in incoming.arrived:
-            self._device_slots.copy(slot, source, *incoming.chunks[chunk])
+            self._device.copy(slot, source, *incoming.chunks[chunk])
         incoming.arrived.clear()
 
-    def _upload_whole(self, key: ExpertKey, room: int, is_spare: bool) -> bool:
-        slot = self._land(key)
+    def _upload_whole(self, room: Room) -> bool:
+        slot = self._land(room.key)
         if slot is None:
             return False
-        self._device_slots.copy(slot, self.arena.tensor(room), 0, self._n_bytes)
-        self._finish_upload(key, room, is_spare)
+        self._device.copy(slot, self.arena.tensor(room.slot), 0, self._n_bytes)
+        self._landed(room)
         return True
 
-    def _finish_upload(self, key: ExpertKey, room: int, is_spare: bool) -> None:
-        slot = self._landing.pop(key)
-        self._uploads.append((self._device_slots.finish(slot), key, room, is_spare))
-        self.counts.uploaded_bytes += self._n_bytes
+    def _landed(self, room: Room) -> None:
+        """All of a record is on its way to the device: it may be handed out."""
         assert self._layer is not None
-        self._layer.ready.append((key, slot))
+        self._layer.ready.append((room.key, self._device.landed(room.key, room)))
+        self.counts.uploaded_bytes += self._n_bytes
 
-    def _free(self, key: ExpertKey, room: int, is_spare: bool) -> None:
+    def _free(self, room: Room) -> None:
         """Nothing needs a room any more; what lies in the pool stays there to be found."""
-        if is_spare:
-            self._spares.append(room)
+        if room.is_spare:
+            self._spares.append(room.slot)
         else:
-            self._host.unpin(key)
+            self._host.unpin(room.key)
 
     def _count_last(self, state: LayerFetch) -> None:
         by_time = sorted(state.last_by_drive.items(), key=lambda item: item[1])
@@ -686,14 +664,9 @@ class Store:
             for incoming in (self._incoming.get(key), (self._incoming[key].rival if key in self._incoming else None)):
                 if incoming is not None:
                     self._kill(incoming)
-            if (slot := self._landing.pop(key, None)) is not None:
-                # What is on its way into the slot must end before the slot is used again.
-                self._device_slots.finish(slot).wait()
-                self._device.drop(key)
-            elif key in self._device:
-                self._device.unpin(key)
-        for key, room, is_spare in self._whole_in_host:
-            self._free(key, room, is_spare)
+            self._device.give_up(key)
+        for room in self._whole_in_host:
+            self._free(room)
         self._whole_in_host.clear()
 
 
