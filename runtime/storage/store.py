@@ -168,8 +168,11 @@ class Store:
         try:
             self._begin_layer(state, [ExpertKey(layer, expert) for expert in experts])
             while state.wanted:
-                self._pump(state)
-                group = state.next_group(is_pressed=bool(self._whole_in_host))
+                # Once nothing is left to start, what has arrived is handed out before anything is tidied up: the layer waits for it.
+                group = [] if self._has_more(state) else state.next_group(is_pressed=False)
+                if not group:
+                    self._pump(state)
+                    group = state.next_group(is_pressed=bool(self._whole_in_host))
                 if not group:
                     self._wait(state)
                     continue
@@ -249,6 +252,10 @@ class Store:
         self._give_rooms(state)
         self._start(time.perf_counter())
         self._upload_waiting()
+
+    def _has_more(self, state: LayerFetch) -> bool:
+        """Return whether anything waits to be read or uploaded."""
+        return bool(state.queue or self._whole_in_host or self._scheduler.has_waiting)
 
     def _upload_waiting(self) -> None:
         """Upload whole records that wait in host memory, as far as the device has slots for them."""
