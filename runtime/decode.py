@@ -19,7 +19,7 @@ from layout.record import RecordLayout
 from manifests.geometry import Geometry
 from runtime.kernels.driver import raw_stream, upload
 from runtime.kernels.expert import run_experts
-from runtime.kernels.groups import Groups, group_resident, groups_of
+from runtime.kernels.groups import GroupArrays, Groups, group_resident, groups_of
 from runtime.kernels.indexer import select_in_cache
 from runtime.kernels.kda import kda_decode_
 from runtime.kernels.mla import mla_decode_
@@ -257,7 +257,17 @@ class _Staged:
         is_cuda, n_bytes = device.type == "cuda", Groups.n_bytes(n)
         self._from = torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=is_cuda)
         self._to = torch.zeros(n_bytes, dtype=torch.uint8, device=device) if is_cuda else self._from
-        self._device, self.host, self.groups = device, Groups.within(self._from, n), Groups.within(self._to, n)
+        self._device, self._host, self._groups = device, Groups.within(self._from, n), Groups.within(self._to, n)
+        # A layer's groups come in few sizes: each part is cut out once.
+        self._parts: dict[tuple[int, int], tuple[GroupArrays, Groups]] = {}
+
+    def part(self, begin: int, end: int) -> tuple[GroupArrays, Groups]:
+        """Return some of the groups, to be made on the host, and where work on the device finds them once they are sent."""
+        part = self._parts.get((begin, end))
+        if part is None:
+            groups = slice(begin, end)
+            part = self._parts[begin, end] = self._host.part(groups).arrays(), self._groups.part(groups)
+        return part
 
     def send(self) -> None:
         """Copy all groups, those sent before to what they are already: one small copy costs less than three smaller ones."""
@@ -306,11 +316,12 @@ class _Block(RunningSum):
 
     def run_missing(self, layer: int, chosen: np.ndarray, missing: list[tuple[int, int]], n_staged: int) -> None:
         """Compute experts that have arrived, for the rows that chose them; n_staged of the layer's came before."""
-        part, staged = slice(n_staged, n_staged + len(missing)), self._staged[layer - self._g.n_dense_layers]
+        staged = self._staged[layer - self._g.n_dense_layers]
+        made, groups = staged.part(n_staged, n_staged + len(missing))
         addresses = [self._records.address(slot) for _, slot in missing]
-        groups_of(chosen, [expert for expert, _ in missing], addresses, out=staged.host.part(part))
+        groups_of(chosen, [expert for expert, _ in missing], addresses, out=made)
         staged.send()
-        self._run_experts(layer, staged.groups.part(part))
+        self._run_experts(layer, groups)
 
     def _run_experts(self, layer: int, groups: Groups) -> None:
         g = self._g

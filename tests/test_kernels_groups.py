@@ -72,7 +72,7 @@ def test_groups_made_on_the_host_are_those_of_the_device(n_rows: int) -> None:
     ids, _ = problem(n_rows, seed=1)
     experts = np.unique(ids).tolist()[::-1]
     groups = filled(len(experts), "cpu")
-    groups_of(ids, experts, [100 + expert for expert in experts], out=groups)
+    groups_of(ids, experts, [100 + expert for expert in experts], out=groups.arrays())
     for n, expert in enumerate(experts):
         assert int(groups.addresses[n]) == 100 + expert
         assert (groups.rows[n].tolist(), groups.places[n].tolist()) == expected_group(ids, expert)

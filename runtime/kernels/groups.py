@@ -46,6 +46,18 @@ class Groups(NamedTuple):
     def part(self, groups: slice) -> "Groups":
         return Groups(self.addresses[groups], self.rows[groups], self.places[groups])
 
+    def arrays(self) -> "GroupArrays":
+        """Return tables on the host as arrays of the same memory."""
+        return GroupArrays(*(table.numpy() for table in self))
+
+
+class GroupArrays(NamedTuple):
+    """Tables of groups on the host."""
+
+    addresses: np.ndarray
+    rows: np.ndarray
+    places: np.ndarray
+
 
 def group_resident(ids: Tensor, known: Tensor, out: Groups) -> None:
     """Write the group of every pair, n = M k of them.
@@ -86,20 +98,19 @@ def _group_kernel(ids: tensor, known: tensor, addresses: tensor, rows: tensor, p
     tl.store(places + pair * TILE + row, tl.where(is_used, row * K + at, -1))
 
 
-def groups_of(chosen: np.ndarray, experts: Sequence[int], addresses: Sequence[int], *, out: Groups) -> None:
-    """Write the groups of given experts, n of them, into tables on the host: chosen int64 [M, k]."""
+def groups_of(chosen: np.ndarray, experts: Sequence[int], addresses: Sequence[int], *, out: GroupArrays) -> None:
+    """Write the groups of given experts, n of them: chosen int64 [M, k]."""
     n_rows, k = chosen.shape
+    out.addresses[:] = addresses
     if n_rows == 1:
         # A plain token's, made while the device waits: a few lines instead of many small arrays.
-        ranks, rows, places = chosen[0].tolist(), out.rows.numpy(), out.places.numpy()
-        out.addresses.numpy()[:] = addresses
-        rows[:, 1:] = places[:, 1:] = -1
-        rows[:, 0] = 0
-        places[:, 0] = [ranks.index(expert) for expert in experts]
+        ranks = chosen[0].tolist()
+        out.rows[:, 1:] = out.places[:, 1:] = -1
+        out.rows[:, 0] = 0
+        out.places[:, 0] = [ranks.index(expert) for expert in experts]
         return
     is_member = chosen[None] == np.asarray(experts)[:, None, None]  # [n, M, k]
     uses, rank, number = is_member.any(-1), is_member.argmax(-1), np.arange(n_rows)
-    out.addresses.numpy()[:] = addresses
-    for table, value in ((out.rows.numpy(), number), (out.places.numpy(), number * k + rank)):
+    for table, value in ((out.rows, number), (out.places, number * k + rank)):
         table[:] = -1
         table[:, :n_rows] = np.where(uses, value, -1)

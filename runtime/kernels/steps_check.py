@@ -180,7 +180,7 @@ def _expected_groups(ids: Tensor, known: Tensor) -> tuple[Tensor, ...]:
     groups.places.fill_(-1)
     there = [expert for expert in np.unique(chosen).tolist() if known[expert] != 0]
     made = Groups.empty(len(there), torch.device("cpu"))
-    groups_of(chosen, there, [int(known[expert]) for expert in there], out=made)
+    groups_of(chosen, there, [int(known[expert]) for expert in there], out=made.arrays())
     leads = [int((chosen.ravel() == expert).argmax()) for expert in there]
     for table, values in zip(groups, made, strict=True):
         table[leads] = values
