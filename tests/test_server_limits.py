@@ -65,6 +65,7 @@ BAD = {
     "duplicate call ids": (CHAT, chat(messages=[USER, ANSWERED]), "messages[1].tool_calls[1].id", "already"),
     "image": (CHAT, chat(messages=[IMAGE]), "messages[0].content[0]", "images are not supported"),
     "too many messages": (CHAT, chat(messages=[USER] * 5000), "messages", "at most 4096"),
+    "effort that there is not": (CHAT, chat(reasoning_effort="minimal"), "reasoning_effort", "expected one of low, medium, high, max"),
     "huge max_tokens": (CHAT, chat(max_tokens=10**12), "max_tokens", "of the context's 2048 tokens, so that"),
     "max_tokens is no number": (COMPLETION, text(max_tokens="9"), "max_tokens", "whole number"),
     "max_tokens is true": (COMPLETION, text(max_tokens=True), "max_tokens", "whole number"),
@@ -121,6 +122,8 @@ def test_what_cannot_be_honoured_is_refused_by_name(served: Served, case: str) -
         (b'{"prompt": "a", "temperature": 1e999}', "beyond"),
         (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", "too long"),
         (b"[" * 100_000, "deep"),
+        (b'{"prompt": "a", "max_tokens": 1, "prompt": "b"}', "'prompt' twice"),
+        (b'{"prompt": "a", "stream_options": {"include_usage": true, "include_usage": false}}', "'include_usage' twice"),
     ],
 )
 def test_a_body_that_is_not_json_is_refused(served: Served, body: bytes, what: str) -> None:

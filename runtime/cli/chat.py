@@ -29,6 +29,7 @@ from runtime.cli.arguments import (
     VERIFY_OPTION,
     VRAM_OPTION,
     ChunkOption,
+    ContextOption,
     DeviceOption,
     ExactPrefillOption,
     ManifestOption,
@@ -63,7 +64,7 @@ def chat_command(
     n_tokens: Annotated[
         int | None, typer.Option("-n", "--n-tokens", min=1, help="Most tokens of an answer; without it what the context has left.")
     ] = None,
-    context: Annotated[int | None, typer.Option("-c", "--context", help="Most tokens of the whole conversation.")] = None,
+    context: ContextOption = None,
     temp: Annotated[float, typer.Option(help="Temperature; 0 always takes the likeliest token.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that reach this probability together.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes a drawn conversation repeatable.")] = None,

@@ -17,6 +17,7 @@ from runtime.cli.arguments import (
     VERIFY_OPTION,
     VRAM_OPTION,
     ChunkOption,
+    ContextOption,
     DeviceOption,
     ExactPrefillOption,
     ManifestOption,
@@ -47,7 +48,7 @@ def serve_command(
     keep_states: Annotated[
         int, typer.Option(min=0, max=1000, help="States of former texts to keep in host memory; a turn of a conversation leaves two.")
     ] = 4,
-    context: Annotated[int | None, typer.Option("-c", "--context", help="Most tokens of prompt and reply together.")] = None,
+    context: ContextOption = None,
     device: DeviceOption = None,
     vram_cache: Annotated[str, VRAM_OPTION] = AUTO,
     host_pool: Annotated[str, HOST_OPTION] = AUTO,

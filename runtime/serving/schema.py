@@ -6,6 +6,7 @@ A field is here once: its check and its place in the OpenAPI document come from 
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -213,10 +214,14 @@ class Sampling:
     n_logprobs: int | None
 
 
+# How what is wrong with a body's values begins.
+_HOLDS = "holds "
+
+
 def parse_json(body: bytes) -> Json:
     """Return the object that a body holds. Raises ApiError."""
     try:
-        value = json.loads(body.decode(), parse_constant=_refuse_constant, parse_float=_finite)
+        value = json.loads(body.decode(), parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique)
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8 at byte {error.start}; expected JSON in UTF-8") from None
     except json.JSONDecodeError as error:
@@ -224,8 +229,8 @@ def parse_json(body: bytes) -> Json:
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:
-        # A number with more digits than Python reads; what Python says of it names Python's own settings.
-        what = str(error) if "JSON" in str(error) else "holds a number that is too long"
+        # What is not ours is Python's: a number with more digits than it reads, of which it says how to set that.
+        what = str(error) if str(error).startswith(_HOLDS) else "holds a number that is too long"
         raise ApiError(400, f"the body {what}") from None
     if not isinstance(value, dict):
         raise ApiError(400, f"the body is {_shown(value)}, expected a JSON object")
@@ -234,12 +239,20 @@ def parse_json(body: bytes) -> Json:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"holds {name}, which is not JSON")
+    raise ValueError(f"{_HOLDS}{name}, which is not JSON")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> Json:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name = next(name for name, n in Counter(name for name, _ in pairs).items() if n > 1)
+        raise ValueError(f"{_HOLDS}{name[:100]!r} twice in one object of the JSON; which of them is meant cannot be told")
+    return found
 
 
 def _finite(text: str) -> float:
     if not math.isfinite(value := float(text)):
-        raise ValueError("holds a number that is beyond what a float of JSON can say")
+        raise ValueError(f"{_HOLDS}a number that is beyond what a float of JSON can say")
     return value
 
 

@@ -27,7 +27,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from manifests.errors import BadInputError, KtierError
-from runtime.chat.format import REQUEST_KEYS, Chat, encode_chat, parse_chat
+from runtime.chat.format import EFFORTS, REQUEST_KEYS, Chat, encode_chat, parse_chat
 from runtime.engine import check_ids
 from runtime.serving.http import EventStream, Gone, Guard, Inbox, NoAnswer, comment, error_response, event, read_body, timed_protocol
 from runtime.serving.metrics import GOOD, Metrics, prometheus_text
@@ -371,6 +371,8 @@ def _chat_of(body: Json, reasoning_effort: str | None) -> Chat:
     """Return the conversation in a request. Raises ApiError naming the field."""
     request = {key: body[key] for key in REQUEST_KEYS if key in body}
     if reasoning_effort is not None:
+        if reasoning_effort not in EFFORTS:
+            raise refused("reasoning_effort", f"is {reasoning_effort!r}, expected one of {', '.join(EFFORTS)}")
         if request.get("thinking_effort") not in (None, reasoning_effort):
             raise refused("reasoning_effort", f"is {reasoning_effort!r}, but thinking_effort says otherwise; give one of them")
         request["thinking_effort"] = reasoning_effort
