@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from torch import Tensor
 
 from layout.direct import PAGE, Extent, probe_directory, round_up
 from layout.prepared import Copies
@@ -30,7 +29,7 @@ from runtime.speculate import Drafting, Limits, continue_text
 from runtime.state import FixedState
 from runtime.stats import ExpertCounts, new_counts
 from runtime.storage.arena import Arena, CudaRegistrar
-from runtime.storage.device_slots import SLOT_STEP
+from runtime.storage.device_slots import SLOT_STEP, open_device_slots
 from runtime.storage.flat_out import DEPTHS, Source, best_flat_out
 from runtime.storage.incoming import Phase
 from runtime.storage.store import Store
@@ -315,15 +314,11 @@ class Rig:
         step = max(PAGE, *(source.mode.alignment for source in sources))
         registrar = CudaRegistrar(self.device) if self.device.type == "cuda" else None
         arena = Arena(len(drives) * (DEPTHS[-1] + 1), round_up(self.layout.n_bytes, step), registrar=registrar, on_remark=lambda remark: None)
-        target = torch.empty(self.layout.n_bytes, dtype=torch.uint8, device=self.device)
+        slots = open_device_slots(1, self.layout.n_bytes, self.device)
         try:
             buffers = [arena.slot(n) for n in range(arena.n_slots)]
-            return best_flat_out(sources, seconds=seconds, buffers=buffers, on_read=lambda record: _upload(target, record))
+            return best_flat_out(sources, seconds=seconds, buffers=buffers, uploader=slots.uploader, target=slots.target(0, 0))
         finally:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             arena.close()
-
-
-def _upload(target: Tensor, record: memoryview) -> None:
-    target.copy_(torch.frombuffer(record, dtype=torch.uint8), non_blocking=True)

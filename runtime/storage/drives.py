@@ -1,7 +1,7 @@
 """What the store knows of drives before it reads: who holds what, how fast each is, and how many requests it takes at once."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -47,14 +47,14 @@ def depths_of(prepared: Prepared, drives: Sequence[int], facts: Sequence[Directo
     ]
 
 
-def pieces_of(n_bytes: int, depths: Sequence[int], steps: Sequence[int], tiers: Sequence[str], capped: Collection[str]) -> list[int | None]:
+def pieces_of(n_bytes: int, depths: Sequence[int], steps: Sequence[int], are_whole: Sequence[bool] | None = None) -> list[int | None]:
     """Return into which pieces each drive's requests are cut, in bytes, for records of n_bytes; None leaves them whole.
 
-    steps   what a piece is a multiple of, by drive
-    capped  tiers whose requests in flight are limited: there a request must be one read
+    steps      what a piece is a multiple of, by drive
+    are_whole  where a request must be one read all the same
     """
     pieces = [round_up(max(LEAST_PIECE, -(-n_bytes // depth)), step) for depth, step in zip(depths, steps, strict=True)]
-    return [None if tier in capped or piece >= n_bytes else piece for piece, tier in zip(pieces, tiers, strict=True)]
+    return [None if is_whole or piece >= n_bytes else piece for piece, is_whole in zip(pieces, are_whole or [False] * len(pieces), strict=True)]
 
 
 def n_ahead(depth: int, piece: int | None, bytes_per_s: float | None) -> int:

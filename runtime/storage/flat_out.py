@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from layout.direct import Extent, ReadMode, aligned_buffer, span_bytes
-from layout.reader import Reader, ReadRequest
+from layout.direct import PAGE, Extent, ReadMode, aligned_buffer, span_bytes
+from layout.reader import TO_MEMORY, Reader, ReadRequest, Target, Uploader
+from runtime.storage.drives import pieces_of
 
 DEPTHS = (1, 2, 4, 8, 16, 32)
 
@@ -26,18 +27,21 @@ def flat_out_bytes_per_s(
     *,
     seconds: float,
     buffers: Iterator[memoryview] | None = None,
-    on_read: Callable[[memoryview], None] | None = None,
+    uploader: Uploader = TO_MEMORY,
+    target: Target | None = None,
 ) -> float:
-    """Read records at random from all sources at once, each at its depth, for a time; return bytes per second.
+    """Read records at random from all sources at once, each at its depth and in pieces as the store's, for a time; return bytes per second.
 
     buffers  to read into, one more than the depth for each source; None to make them
-    on_read  is given each record before its buffer is used again: what is to run beside the reads
+    target   where the uploader copies all records on to, one over the other; None for nowhere
     """
     rng, n_read = np.random.default_rng(0), 0
-    with Reader([s.mode for s in sources], [s.depth for s in sources], limits=[s.limit for s in sources]) as reader:
+    modes, depths = [s.mode for s in sources], [s.depth for s in sources]
+    pieces = pieces_of(sources[0].choose(rng).n_bytes, depths, [max(PAGE, mode.alignment) for mode in modes])
+    with Reader(modes, depths, limits=[s.limit for s in sources], pieces=pieces, uploader=uploader) as reader:
 
         def submit(number: int, buffer: memoryview) -> None:
-            reader.submit(ReadRequest(None, number, sources[number].choose(rng), buffer))
+            reader.submit(ReadRequest(None, number, sources[number].choose(rng), buffer, target=target))
 
         begun, n_in_flight = time.perf_counter(), 0
         for number, source in enumerate(sources):
@@ -51,8 +55,6 @@ def flat_out_bytes_per_s(
             n_in_flight -= 1
             if done.payload is not None:
                 n_read += len(done.payload)
-                if on_read is not None:
-                    on_read(done.payload)
             if time.perf_counter() - begun < seconds:
                 submit(done.request.drive, done.request.buffer)
                 n_in_flight += 1
@@ -64,12 +66,14 @@ def best_flat_out(
     *,
     seconds: float,
     buffers: Sequence[memoryview] | None = None,
-    on_read: Callable[[memoryview], None] | None = None,
+    uploader: Uploader = TO_MEMORY,
+    target: Target | None = None,
 ) -> tuple[float, int]:
     """Return the best bytes per second over all depths, the same for every source, and the depth that gave it. Arguments as above."""
     rates = {}
     for depth in DEPTHS:
         at_depth = [source._replace(depth=depth) for source in sources]
-        rates[depth] = flat_out_bytes_per_s(at_depth, seconds=seconds, buffers=None if buffers is None else iter(buffers), on_read=on_read)
+        given = None if buffers is None else iter(buffers)
+        rates[depth] = flat_out_bytes_per_s(at_depth, seconds=seconds, buffers=given, uploader=uploader, target=target)
     best = max(rates, key=lambda depth: rates[depth])
     return rates[best], best

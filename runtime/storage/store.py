@@ -74,7 +74,9 @@ class Store:
         described = [describe_directory(directory) for directory in directories]
         self.depths = depths_of(prepared, self.drives, described, limited)
         n_bytes, step = prepared.record.n_bytes, max(PAGE, *(mode.alignment for mode in self.modes))
-        pieces = pieces_of(n_bytes, self.depths, [max(PAGE, mode.alignment) for mode in self.modes], self._tiers, tier_caps or ())
+        # Where the requests in flight on a tier are limited, each must be one read.
+        are_whole = [tier in (tier_caps or ()) for tier in self._tiers]
+        pieces = pieces_of(n_bytes, self.depths, [max(PAGE, mode.alignment) for mode in self.modes], are_whole)
         facts = drive_facts(prepared, self.drives, described, servers, limited, self.depths, pieces)
         self._scheduler = Scheduler(facts, tier_caps=tier_caps)
 
