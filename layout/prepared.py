@@ -120,8 +120,9 @@ def find_copies(prepared: Prepared) -> Copies:
             f"layer {layer} expert {expert}: no usable copy on {', '.join(map(prepared.drive_name, prepared.drives_holding(layer, expert)))}"
             for layer, expert in lost
         ]
-        heading = f"{prepared.path}: tiers A and B must hold every expert; {len(lost)} are gone (kprep verify-hashes names every bad file):"
-        raise DamagedDataError(listed([*wanted[:10], *faults], heading))
+        what = f"{prepared.path}: tiers A and B must hold every expert; {len(lost)} are gone"
+        cure = "mount the drive if one is missing; else kprep extract CHECKPOINT OUT --only missing writes them again"
+        raise DamagedDataError(listed([*wanted[:10], *([f"and {len(lost) - 10} more"] if len(lost) > 10 else [])], f"{what}; {cure}:"))
     return Copies(tuple(holds), faults)
 
 

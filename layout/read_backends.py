@@ -1,6 +1,7 @@
-"""Threads that read: C's where a compiler is there, Python's where not. Both do the same; what a caller sees is reader.py.
+"""Threads that read: C's where a compiler is there, Python's where not; what a caller sees is reader.py. Both read the same bytes; only C's cut
+requests into pieces and copy on what they have read.
 
-Python's threads take the interpreter's lock several times per read, which the engine's thread wants too: read_pool.c says what that was seen to cost.
+Python's threads take the interpreter's lock several times per read, which the engine's thread wants too.
 """
 
 import ctypes

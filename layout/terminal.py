@@ -69,19 +69,26 @@ def _ignore_requests_to_end() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+# Whether a line of text was begun and not ended.
+_is_in_line = False
+
+
 def say(text: str) -> None:
     """Print a result."""
-    print(text, flush=True)
+    write_text(f"{text}\n")
 
 
 def write_text(text: str) -> None:
     """Print a piece of a text that goes on."""
+    global _is_in_line
     print(text, end="", flush=True)
+    _is_in_line = not text.endswith("\n") if text else _is_in_line
 
 
 def note(text: str) -> None:
-    """Print a remark or an error beside the results."""
-    print(text, file=sys.stderr, flush=True)
+    """Print a remark or an error beside the results; on a terminal not behind a piece of a text."""
+    is_behind = _is_in_line and sys.stdout.isatty() and sys.stderr.isatty()
+    print(f"\n{text}" if is_behind else text, file=sys.stderr, flush=True)
 
 
 class ProgressLine:

@@ -85,7 +85,7 @@ def _yaml_values(text: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         at = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise BadInputError(f"{at}{error.problem or error.context}") from None
+        raise BadInputError(f"{at}{error.problem or error.context}; undo the edit, or take the latest file of manifest.history/") from None
     except yaml.reader.ReaderError as error:
         line = text.encode()[: error.position].count(b"\n") + 1
         raise BadInputError(f"line {line}: a character that YAML does not allow: {error.reason}") from None

@@ -297,8 +297,8 @@ class _Block(RunningSum):
         self.x, self.experts, self.shares, self.z, self.shared = (dict[int, Tensor]() for _ in range(5))
         self.logits = floats(n_rows, g.vocab_size)
         self._offsets = torch.arange(n_rows, device=device)
-        # One row per layer: none is written again before the device is done with it.
         self._ids_host = torch.zeros(1, n_rows, dtype=torch.int64, pin_memory=is_cuda)
+        # One row per layer: none is written again before the device is done with it.
         self.chosen_host = torch.zeros(n_moe, 1, n_rows, k, dtype=torch.int64, pin_memory=is_cuda)
         self._staged = [_Staged(n_pairs, device) for _ in range(n_moe)]
         self.was_chosen = Moment(device)

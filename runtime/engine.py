@@ -32,7 +32,7 @@ from runtime.sampler import Sampler
 from runtime.saved_state import SavedState, made_on, new_ids, on_device
 from runtime.speculate import Drafting, Limits, continue_text
 from runtime.speculate import Step as Step
-from runtime.start import check_direct, check_tier_caps, checked_kernels, device_room, planned_budgets, present_budgets
+from runtime.start import check_direct, check_tier_caps, checked_kernels, device_room, planned_budgets, present_budgets, spare_threads
 from runtime.state import State
 from runtime.stats import ExpertCounts, new_counts
 from runtime.storage.flat_out import Source, flat_out_bytes_per_s
@@ -171,6 +171,7 @@ class Engine:
         self.options, self.device = options, choose_device(options.device)
         self.prepared: Prepared = manifest if isinstance(manifest, Prepared) else open_model(manifest)
         self.context = context_limit(self.geometry, options.context, is_long_context=options.is_long_context)
+        spare_threads(self.geometry, self.device)
         check_tier_caps(self.prepared, options.tier_caps)
         budgets = options.vram_cache, options.host_pool, self.geometry, self.device
         spine_bytes, reserved_bytes = self.prepared.manifest.spine.n_bytes, options.drafter_bytes
@@ -287,7 +288,7 @@ class Engine:
         verified = f"1 read in {options.verify_reads} hashed" if options.verify_reads else "reads not hashed"
         caps = "".join(f"; at most {cap} requests in flight on tier {tier}" for tier, cap in sorted(options.tier_caps.items()))
         return [
-            f"device {self.device}, torch {torch.__version__}, float32; {how or prompt}; context {self.context}"
+            f"device {self.device}, torch {torch.__version__}, float32{_threads(self.device)}; {how or prompt}; context {self.context}"
             + ("; long context, unverified: the indexer selects positions" if options.is_long_context else ""),
             f"kernels: {self.kernels}",
             f"drives {drives}; read {modes}{' (required)' if options.is_direct_required else ''}; {verified}{caps}",
@@ -455,9 +456,15 @@ def open_model(manifest: Path) -> Prepared:
     return prepared
 
 
+def _threads(device: torch.device) -> str:
+    n = torch.get_num_threads()
+    return "" if device.type == "cuda" else f", {n} thread{'s' if n > 1 else ''}"
+
+
 def open_checkpoint_model(checkpoint: Checkpoint, device: torch.device) -> Model:
     """Return a model over a checkpoint's unquantised weights, read from the shards as they are needed."""
     forbid_tf32()
+    spare_threads(checkpoint.geometry, device)
     experts = StreamedExperts(checkpoint.geometry, record_layout(checkpoint.geometry), CheckpointRecords(checkpoint, device))
     return Model(checkpoint.geometry, CheckpointWeights(checkpoint, device), experts)
 

@@ -172,10 +172,18 @@ def statistics_lines(stats: dict[str, Any]) -> list[str]:
         + (f" of {format_rate(flat)} flat out" if flat else ""),
         f"experts in decode: {decode['n_device_hits']} device hits, {decode['n_host_hits']} host hits, {decode['n_reads']} reads, "
         f"{decode['n_failed_reads'] + prompt['n_failed_reads']} failed reads{_prefetch_text(decode)}",
+        *_draft_lines(stats.get("drafting")),
         *time_lines(stats),
         *drive_lines(stats),
         f"process wall {stats['process_wall_s']:.2f} s",
     ]
+
+
+def _draft_lines(drafting: dict[str, Any] | None) -> list[str]:
+    if drafting is None:
+        return []
+    accepted = f"{drafting['n_proposed']} proposed in {drafting['n_blocks']} blocks, {drafting['n_accepted']} accepted"
+    return [f"drafts: {accepted}; {drafting['n_plain_steps']} plain steps, {drafting['n_pauses']} pauses, {drafting['drafter_s']:.2f} s of drafting"]
 
 
 def synthetic_lines(stats: dict[str, Any]) -> list[str]:

@@ -1,5 +1,6 @@
 """What is looked at before a run begins, so that what cannot be had is refused before anything large is read: memory, drives, kernels."""
 
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ from runtime.kernels import expert
 from runtime.kernels.cuda_library import tell_fall_back
 from runtime.kernels.products_check import KernelTest
 from runtime.memory import GPU_RESERVE_BYTES, Budget, available_device_bytes, budget_of, host_reserve_bytes
+
+# Up to this width products are too small for several threads of a CPU.
+_SMALL_HIDDEN_SIZE = 1024
 
 
 class Room(NamedTuple):
@@ -65,6 +69,12 @@ def planned_budgets(vram_cache: str, host_pool: str, geometry: Geometry, device:
         raise DeviceError(f"{error}\n  {who_has_the_gpu(read_gpu_facts(device))}") from None
 
 
+def spare_threads(geometry: Geometry, device: torch.device) -> None:
+    """Have a small model computed by one thread, unless OMP_NUM_THREADS is set: several would wait for each other for longer than they compute."""
+    if device.type == "cpu" and geometry.hidden_size <= _SMALL_HIDDEN_SIZE and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+
+
 def who_has_the_gpu(gpu: GpuFacts) -> str:
     """Say how much of a GPU's memory is left and who has the rest, with the cure if it is another program."""
     finding = memory_finding(gpu)
@@ -73,7 +83,11 @@ def who_has_the_gpu(gpu: GpuFacts) -> str:
 
 def no_room_for_spine(room: Room, spine_bytes: int, device: torch.device) -> str:
     needed, free, kept = (format_size(n) for n in (spine_bytes, room.available_bytes, room.reserve_bytes))
-    cure = "use a card with more memory, or end the other programs on it" if device.type == "cuda" else "end other programs, or raise the limit"
+    cure = (
+        "use a card with more memory, or end the other programs on it"
+        if device.type == "cuda"
+        else "use a machine with more memory, or a smaller geometry"
+    )
     return f"the spine takes {needed} on {device}, but {free} are free, of which {kept} stay free; {cure}"
 
 

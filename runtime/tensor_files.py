@@ -16,7 +16,7 @@ LOGITS_KEY = "logits"
 
 def read_ids(path: Path, key: str) -> list[int]:
     """Return the token numbers under a key. Raises BadInputError if they are not there or are no one-dimensional whole numbers."""
-    ids = _read(path, key)
+    ids = _read(path, key, cure="; name one with --key")
     if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
         raise BadInputError(f"{path}: {key} is {ids.dtype} {list(ids.shape)}, expected whole numbers [tokens]")
     return [int(i) for i in ids.tolist()]
@@ -46,11 +46,11 @@ def check_writable(path: Path, *, flag: str = "--out") -> None:
         raise UsageError(f"{flag} {path}: {'is a directory' if path.is_dir() else 'there is no directory ' + str(path.parent)}; name a file")
 
 
-def _read(path: Path, key: str) -> Tensor:
+def _read(path: Path, key: str, *, cure: str = "") -> Tensor:
     try:
         with safe_open(path, framework="pt") as file:
             if key not in file.keys():  # noqa: SIM118 (the file object is no mapping)
-                raise BadInputError(f"{path}: holds no {key!r}; it holds {', '.join(sorted(file.keys())[:20])}")
+                raise BadInputError(f"{path}: holds no {key!r}; it holds {', '.join(sorted(file.keys())[:20])}{cure}")
             tensor: Tensor = file.get_tensor(key)
             return tensor
     except (OSError, SafetensorError) as error:

@@ -14,7 +14,7 @@ from test_measure_reads import make_files
 from manifests.errors import DeviceError, KtierError, UsageError
 from prep.measuring.measure import measure_drives
 from prep.measuring.upload_process import UploadProcess, UploadRate, uploads_command
-from runtime.storage.uploads import upload_until_closed
+from runtime.upload_load import upload_until_closed
 
 ROOT = Path(__file__).parent.parent
 GOOD = """\
@@ -26,7 +26,7 @@ print(json.dumps({"bytes": 10, "seconds": 2.0, "bytes_per_s": 5.0, "device": "GP
 # What `krun uploads` does, for a test that needs no command line.
 REAL = """\
 import json, sys
-from runtime.storage.uploads import upload_until_closed
+from runtime.upload_load import upload_until_closed
 facts = upload_until_closed(sys.stdin.fileno(), seconds=float(sys.argv[1]), record_bytes=int(sys.argv[2]), on_ready=lambda: print("ready", flush=True))
 print(json.dumps(facts), flush=True)
 """

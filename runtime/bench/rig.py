@@ -26,6 +26,7 @@ from runtime.kernels.rows import forbid_tf32
 from runtime.prompt import PromptPass
 from runtime.sampler import Sampler
 from runtime.speculate import Drafting, Limits, continue_text
+from runtime.start import spare_threads
 from runtime.state import FixedState
 from runtime.stats import ExpertCounts, new_counts
 from runtime.storage.arena import Arena, CudaRegistrar
@@ -184,6 +185,7 @@ class Rig:
         period  as for random_spine
         """
         forbid_tf32()
+        spare_threads(geometry, device)
         self.geometry, self.device, self._n_files, self._seed = geometry, device, n_files, seed
         self.layout = record_layout(geometry)
         self._hashes = make_records(self.layout, [d.directory for d in drives], n_files, seed=seed, on_made=on_made)

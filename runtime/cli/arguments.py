@@ -16,7 +16,7 @@ DeviceOption = Annotated[str | None, typer.Option(help="cpu or cuda; without it 
 ChunkOption = Annotated[int, typer.Option("--prefill-chunk", "--chunk", min=1, help="The most tokens the prompt pass takes at a time.")]
 ContextOption = Annotated[
     int | None,
-    typer.Option("-c", "--context", help="Most tokens of the whole text, prompt and reply; without it as many as are exact for the model."),
+    typer.Option("-c", "--context", help="Most tokens of the whole text, prompt and reply; without it 4096, or as many as are exact for the model."),
 ]
 ExactPrefillOption = Annotated[bool, typer.Option("--exact-prefill", help="Use the decode arithmetic in the prompt pass too.")]
 RequireDirectOption = Annotated[bool, typer.Option("--require-direct", help="Fail rather than read experts through the page cache.")]

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from layout.terminal import say
-from runtime.storage.uploads import upload_until_closed
+from runtime.upload_load import upload_until_closed
 
 
 def uploads_command(

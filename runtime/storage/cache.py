@@ -149,7 +149,7 @@ class HostPool(SlotCache):
         self._lacked[key] = before + math.log2(1.0 + 2.0 ** (now - before)) if now - before < 60 else now
 
     def passed_to_device(self, key: ExpertKey) -> None:
-        """Take note that an entry which has just been read is on the device now, too."""
+        """Take note that an entry which has just been read is on the device, or next to go there."""
         self._kept += self._keep_share
         if self._kept >= 1.0:
             self._kept -= 1.0

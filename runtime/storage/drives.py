@@ -17,7 +17,7 @@ RAM_DEPTH = 16
 MOST_DEPTH = 32
 # What one request reads of a file in memory, at least, and of a drive that was not measured, at most.
 _REQUEST_BYTES_PER_S = 2.5e9
-# A drive's requests together read one record, in pieces of no less than this: so records come one after another, and the last is not all of them.
+# A drive's requests together read one record, in pieces of no less than this: so records arrive one after another instead of all at the end.
 LEAST_PIECE = 1 << 20
 # How long the engine may be busy elsewhere before a drive idles.
 _AHEAD_S = 1e-3

@@ -53,7 +53,7 @@ class DriveFacts:
     """What is known of a drive before the run.
 
     server       drives with the same number share a device
-    depth        requests, or pieces of them, in flight that saturate it
+    depth        requests, or pieces of them, that it has at once: those that saturate it and those that wait behind them
     bytes_per_s  measured, or None
     piece        bytes of the pieces into which a request is cut, each of which counts; None: a request counts as one
     """

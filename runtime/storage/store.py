@@ -107,7 +107,7 @@ class Store:
         self._layer: LayerFetch | None = None
         self._n_begun = 0
         self._looked_at = 0.0
-        # While layers are fetched, the interpreter's collector passes over what came since: over all that is loaded it takes a tenth of a second.
+        # From now on the interpreter's collector looks only at what comes: through all that is loaded it would take a tenth of a second.
         gc.freeze()
 
     @property
@@ -511,7 +511,7 @@ class Store:
             self._scheduler.pause(drive, time.perf_counter())
             for count in self._counted_by_drive()[drive]:
                 count.n_failed += 1
-            self._remark(incoming.key, drive, f"{error}; trying another copy")
+            self._remark(incoming.key, drive, f"{error}{'; trying another copy' if self._sources(incoming.key) else ''}")
         self._try_again(incoming)
 
     def _try_again(self, incoming: Incoming) -> None:
@@ -527,9 +527,8 @@ class Store:
         self._kill(incoming)
         if is_wanted and not has_rival:
             drives = ", ".join(map(self._prepared.drive_name, self._prepared.drives_holding(*key)))
-            raise DamagedDataError(
-                f"layer {key.layer} expert {key.expert}: no readable copy is left (tried {drives}); kprep verify-hashes --repair names and restores"
-            )
+            cure = "kprep verify-hashes OUT --repair restores it from a copy on another drive, with --checkpoint DIR from the checkpoint"
+            raise DamagedDataError(f"layer {key.layer} expert {key.expert}: no readable copy is left (tried {drives}); {cure}")
 
     def _take_slow(self, read: Read, now: float) -> None:
         """Ask another copy for a record that a drive does not deliver; whichever is whole first is used."""

@@ -170,6 +170,8 @@ def save_parameters(parameters: Parameters, directory: Path) -> None:
 def load_parameters(geometry: Geometry, directory: Path) -> Parameters:
     """Read what `save_parameters` wrote. Raises ValueError if it is not of this geometry."""
     found = {name: tensor for path in sorted(directory.glob("weights-*.safetensors")) for name, tensor in load_file(path).items()}
+    if not found:
+        raise ValueError(f"{directory}: holds no weights-*.safetensors; name the OUT of a training run")
     expected = initial_parameters(geometry, 0)
     differing = sorted(name for name in found.keys() | expected.all.keys() if _shape(found, name) != _shape(expected.all, name))
     if differing:

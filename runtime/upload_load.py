@@ -13,7 +13,7 @@ from torch import Tensor
 from layout.direct import aligned_buffer
 from manifests.errors import DeviceError, UsageError
 
-# As in decode: several records under way, so that the link never waits for the host.
+# Several records under way, so that the link never waits for the host.
 N_SLOTS = 8
 N_STREAMS = 2
 
