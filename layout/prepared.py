@@ -122,7 +122,7 @@ def find_copies(prepared: Prepared) -> Copies:
         ]
         what = f"{prepared.path}: tiers A and B must hold every expert; {len(lost)} are gone"
         cure = "mount the drive if one is missing; else kprep extract CHECKPOINT OUT --only missing writes them again"
-        raise DamagedDataError(listed([*wanted[:10], *([f"and {len(lost) - 10} more"] if len(lost) > 10 else [])], f"{what}; {cure}:"))
+        raise DamagedDataError(listed([*wanted[:10], *faults], f"{what}; {cure}:"))
     return Copies(tuple(holds), faults)
 
 

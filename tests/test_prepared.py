@@ -184,7 +184,7 @@ def test_an_expert_without_a_base_copy_is_damage_and_named_with_its_drives(prepa
     with pytest.raises(DamagedDataError) as caught:
         find_copies(prepared)
     message = str(caught.value)
-    assert f"{prepared.path}: tiers A and B must hold every expert; 1 are gone (kprep verify-hashes names every bad file):" in message
+    assert f"{prepared.path}: tiers A and B must hold every expert; 1 are gone; mount the drive" in message
     assert f"layer 3 expert 7: no usable copy on {', '.join(prepared.drive_name(n) for n in range(1 + len(tiers)))}" in message
     for directory in bases:
         tier = "A" if directory.name == "experts" else "B"
