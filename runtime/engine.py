@@ -488,7 +488,8 @@ def check_ids(ids: list[int], geometry: Geometry, context: int) -> None:
     if strays:
         raise BadInputError(f"the prompt holds {str(strays[0])[:24]}, but token numbers go from 0 to {geometry.vocab_size - 1}")
     if len(ids) > context:
-        longer = f"-c may be at most {geometry.max_context} here" if context < geometry.max_context else "shorten the prompt"
+        beyond = "shorten the prompt" if geometry.indexer is None else "shorten the prompt, or see --long-context"
+        longer = f"-c may be at most {geometry.max_context} here" if context < geometry.max_context else beyond
         raise BadInputError(f"the prompt has {len(ids)} tokens, but the context is {context}; {longer}")
 
 

@@ -17,6 +17,7 @@ import torch
 from loop_mounts import mounted_ext4, run
 
 import runtime.storage.drives
+import runtime.storage.schedule
 import runtime.storage.store
 from layout.prepared import Copies, Prepared, open_prepared
 from layout.record import expert_file_name
@@ -446,6 +447,71 @@ def test_a_read_that_hangs_comes_from_the_other_copy_and_its_slot_is_not_used_me
     wait_for(lambda: release(model.path(0, 2, 5)) or not store._draining, store)
     assert len(store._spares) == 2
     store.close()
+
+
+def close_letting_go(store: Store, pipes: Sequence[Path]) -> None:
+    """Close a store whose threads hang in reads of pipes."""
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    while closing.is_alive():
+        for pipe in pipes:
+            release(pipe)
+        closing.join(0.01)
+
+
+@pytest.fixture
+def soon_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime.storage.schedule, "SLOW_AT_LEAST_S", 0.2)
+
+
+@pytest.mark.usefixtures("soon_late")
+def test_a_room_is_given_back_once_where_a_drive_hangs_and_the_other_copy_fails(stalled: tuple[Model, Callable[[Path], None]]) -> None:
+    model, stall = stalled
+    stall(model.path(0, 1, 5))
+    model.path(1, 1, 5).unlink()
+    store = model.store(n_device=20, n_host=20, phase=Phase.PROMPT, servers=(0, 1), limits=EQUALS)
+    # Long after the other copy was asked.
+    released = threading.Timer(1.5, release, [model.path(0, 1, 5)])
+    released.start()
+    with pytest.raises(DamagedDataError, match="layer 1 expert 5: no readable copy is left"):
+        model.fetch(store, 1, [5])
+    released.join()
+    wait_for(lambda: not store._draining, store)
+    assert len(store._spares) == len(set(store._spares)) == 2
+    store.close()
+
+
+@pytest.mark.usefixtures("soon_late")
+@pytest.mark.parametrize("phase", list(Phase))
+def test_however_many_reads_of_a_drive_hang_the_other_one_brings_them_all(stalled: tuple[Model, Callable[[Path], None]], phase: Phase) -> None:
+    model, stall = stalled
+    for expert in ALL[:8]:
+        stall(model.path(0, 1, expert))
+    store = model.store(n_device=20, n_host=20, phase=phase, servers=(0, 1), limits=EQUALS)
+
+    def give_up() -> None:
+        for expert in ALL[:8]:
+            release(model.path(0, 1, expert))
+
+    watchdog = threading.Timer(10, give_up)
+    watchdog.start()
+    model.fetch(store, 1, ALL[:8])
+    assert watchdog.is_alive(), "some were waited for until their drive failed"
+    watchdog.cancel()
+    said = [remark for remark in model.remarks if "no answer for" in remark]
+    assert len(said) == len({remark.split(":")[0] for remark in said}) > 2
+    close_letting_go(store, [model.path(0, 1, expert) for expert in ALL[:8]])
+
+
+@pytest.mark.usefixtures("soon_late")
+def test_a_record_that_has_its_slot_does_not_wait_behind_others_that_need_one(stalled: tuple[Model, Callable[[Path], None]]) -> None:
+    model, stall = stalled
+    stall(model.path(0, 1, 0))
+    # The only slot is the first record's; the fourth that is begun is its other copy, which is hashed, and whole only behind the second and third.
+    store = model.store(n_device=1, n_host=20, phase=Phase.PROMPT, servers=(0, 1), limits=EQUALS, verify_every=4)
+    model.fetch(store, 1, [0, 1, 2])
+    assert store.counts.n_verified == 1
+    close_letting_go(store, [model.path(0, 1, 0)])
 
 
 def test_after_a_while_it_says_what_a_layer_waits_for(stalled: tuple[Model, Callable[[Path], None]], monkeypatch: pytest.MonkeyPatch) -> None:

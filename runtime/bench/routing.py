@@ -38,6 +38,8 @@ def make_routing(kind: str, geometry: Geometry, n_tokens: int, *, seed: int) -> 
     if name == "among":
         n_among = _number(kind, detail, least=k, most=n_experts)
         popularity = np.zeros((n_layers, n_experts))
+        if n_among != int(n_among):
+            raise UsageError(f"--routing {kind}: expected a whole number of experts after the colon")
         popularity[:, : int(n_among)] = 1
         return _picks(rng.permuted(popularity, axis=1), n_tokens, k, rng)
     if name == "zipf":

@@ -29,10 +29,12 @@ class Incoming:
     expected     the hash that it must have, None if it is not looked at
     arrived      chunks that are there and not on their way to the device
     copying      the numbers of reads that copy what they read on to the device
+    is_uploading  whether chunks of it were uploaded from the room otherwise
     sources      drives that chunks came from
     refused      drives that it is not asked of (again)
     n_out        reads and hashes under way that use the room
-    is_dead      whether nobody waits for it any more: its room is free once n_out is 0
+    slow         drives that were said to be late with it
+    is_dead      whether nobody waits for it any more: its room is free once n_out is 0, and given back once: is_retired
     is_single    whether it is read whole from one drive at a time, because a record of several drives had a wrong hash
     rival        the same record on its way from another drive
     """
@@ -46,10 +48,13 @@ class Incoming:
     chunks: tuple[Chunk, ...] = ()
     arrived: list[int] = field(default_factory=list)
     copying: list[int] = field(default_factory=list)
+    is_uploading: bool = False
     sources: set[int] = field(default_factory=set)
     refused: set[int] = field(default_factory=set)
+    slow: set[int] = field(default_factory=set)
     n_out: int = 0
     is_dead: bool = False
+    is_retired: bool = False
     is_single: bool = False
     rival: "Incoming | None" = None
 

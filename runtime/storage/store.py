@@ -319,8 +319,8 @@ class Store:
             self._expect(key, room, is_spare=False, is_wanted=True)
         return room is not None
 
-    def _expect(self, key: ExpertKey, room: int, *, is_spare: bool, is_wanted: bool, without: int | None = None) -> None:
-        """Ask for a record, of any drive but `without`. Raises DamagedDataError if there is none."""
+    def _expect(self, key: ExpertKey, room: int, *, is_spare: bool, is_wanted: bool, without: Collection[int] = ()) -> None:
+        """Ask for a record, of any drive but those `without`. Raises DamagedDataError if there is none."""
         self._n_begun += 1
         is_verified = self._verify_every > 0 and self._n_begun % self._verify_every == 0
         expected = self._prepared.hashes.get(*key) if is_verified else None
@@ -330,8 +330,7 @@ class Store:
             self._incoming[key] = incoming
         else:
             incoming.rival, rival.rival = rival, incoming
-        if without is not None:
-            incoming.refused.add(without)
+        incoming.refused.update(without)
         is_late = self.phase is Phase.DECODE and (self._layer is None or len(self._layer.queue) <= _N_IN_CHUNKS)
         self._ask(incoming, self._chunks if is_late and len(self._holders[key]) > 1 else self._whole)
 
@@ -450,10 +449,13 @@ class Store:
             return
         self.counts.n_records += 1
         self.counts.records_by_layer[incoming.key.layer] += 1
-        if incoming.expected is None and self._device.is_landing(incoming.key):
+        if not self._device.is_landing(incoming.key):
+            self._whole_in_host.append(room)
+        elif incoming.expected is None:
             self._landed(room)
         else:
-            self._whole_in_host.append(room)
+            # It has its slot already: behind others that wait for one it would stand in their way.
+            self._upload_whole(room)
         if not incoming.is_spare:
             self._host.passed_to_device(incoming.key)
 
@@ -489,6 +491,8 @@ class Store:
         try:
             pause_s = self._scheduler.failed(ticket.read, ended)
         except NoCopyLeft:
+            for count in ticket.counts:
+                count.n_pauses += 1
             self._remark(incoming.key, drive, f"{error}")
             self._try_again(incoming)
             return
@@ -536,14 +540,22 @@ class Store:
         assert isinstance(incoming, Incoming)
         if incoming.is_dead:
             return
-        for count in self._counted_by_drive()[drive]:
-            count.n_slow += 1
-        pause_s = self._scheduler.pause(drive, now)
-        has_other = any(other != drive for other in self._sources(incoming.key))
-        what = f"no answer for {now - read.began:.1f} s, {read.expected_s * 1e3:.0f} ms were expected"
-        self._remark(incoming.key, drive, f"{what}; {f'the drive is set aside for {pause_s:.0f} s' if has_other else 'there is no other copy'}")
-        if has_other and incoming.is_wanted and incoming.rival is None and self._spares:
-            self._expect(incoming.key, self._spares.pop(), is_spare=True, is_wanted=True, without=drive)
+        without = incoming.refused | {drive}
+        has_other = any(other not in without for other in self._sources(incoming.key))
+        if drive not in incoming.slow:
+            incoming.slow.add(drive)
+            for count in self._counted_by_drive()[drive]:
+                count.n_slow += 1
+            pause_s = self._scheduler.pause(drive, now)
+            what = f"no answer for {now - read.began:.1f} s, {read.expected_s * 1e3:.0f} ms were expected"
+            self._remark(incoming.key, drive, f"{what}; {f'the drive is set aside for {pause_s:.0f} s' if has_other else 'there is no other copy'}")
+        if not has_other or not incoming.is_wanted or incoming.rival is not None:
+            return
+        if self._spares:
+            self._expect(incoming.key, self._spares.pop(), is_spare=True, is_wanted=True, without=without)
+        else:
+            # There is no room to read it into: looked at again soon.
+            read.is_reported = False
 
     def _kill(self, incoming: Incoming) -> None:
         """Nobody waits for this record any more: its room is free as soon as nothing writes into it."""
@@ -566,8 +578,9 @@ class Store:
         self._retire_if_over(incoming)
 
     def _retire_if_over(self, incoming: Incoming) -> None:
-        if not incoming.is_dead or incoming.n_out:
+        if not incoming.is_dead or incoming.n_out or incoming.is_retired:
             return
+        incoming.is_retired = True
         if incoming.is_spare:
             self._spares.append(incoming.room)
         elif self._draining.pop(incoming.key, None) is not None:
@@ -609,7 +622,7 @@ class Store:
         """Have nothing more of a record copied on, and wait for what is on its way: both its room and the slot may be used anew."""
         for number in incoming.copying:
             self._reader.cancel_copy(number)
-        if incoming.copying:
+        if incoming.copying or incoming.is_uploading:
             self._device.settle(incoming.key)
         incoming.copying.clear()
 
@@ -628,6 +641,7 @@ class Store:
         for chunk in incoming.arrived:
             self._device.copy(slot, source, *incoming.chunks[chunk])
         incoming.arrived.clear()
+        incoming.is_uploading = True
 
     def _upload_whole(self, room: Room) -> bool:
         slot = self._land(room.key)
