@@ -11,7 +11,7 @@ from layout.prepared import Prepared, open_prepared
 from manifests.errors import KtierError
 from manifests.load import load_manifest
 from prep.proof.receipts import Receipts
-from prep.proof.repair import describe_bad_record, repair
+from prep.proof.repair import describe_bad_records, repair
 from prep.proof.selection import select_records
 from prep.proof.verify import Findings, verify
 
@@ -30,7 +30,7 @@ def messages(home: Path) -> str:
         findings = findings_of(prepared)
     except KtierError as error:
         return str(error)
-    return "\n".join([*(describe_bad_record(prepared, bad, findings) for bad in findings.bad_records), *findings.bad_files])
+    return "\n".join([*describe_bad_records(prepared, findings.bad_records, findings), *findings.bad_files])
 
 
 def victims(home: Path, rng: random.Random) -> list[Path]:

@@ -18,9 +18,8 @@ from prep.placement.sites import drive_sites, is_mounted, shards_of
 from prep.proof.verify import BadRecord, Findings
 
 
-def describe_bad_record(prepared: Prepared, bad: BadRecord, findings: Findings) -> str:
-    """Return the message for a bad record, with where an intact copy is."""
-    spoilt = {(b.drive, b.layer, b.expert) for b in findings.bad_records}
+def _cure(prepared: Prepared, bad: BadRecord, findings: Findings, spoilt: set[tuple[int, int, int]]) -> str:
+    """Return what to do about a bad record, with where a copy is that is not among the spoilt ones, (drive, layer, expert)."""
     others = [
         n
         for n in prepared.drives_holding(bad.layer, bad.expert)
@@ -28,28 +27,35 @@ def describe_bad_record(prepared: Prepared, bad: BadRecord, findings: Findings) 
     ]
     intact, unread = ([n for n in others if (n in findings.drives) is was_read] for was_read in (True, False))
     if not prepared.drive_directories[bad.drive].is_dir():
-        cure = "the directory is gone: is the drive mounted?"
-    elif intact:
-        cure = f"another copy is intact on {', '.join(map(prepared.drive_name, intact))}; kprep verify-hashes --repair restores it"
-    elif unread:
-        cure = f"a copy that was not read now is on {', '.join(map(prepared.drive_name, unread))}; kprep verify-hashes --repair tries it"
-    else:
-        shards = " or ".join(shards_of(prepared, bad.layer))
-        cure = f"no other copy is intact; fetch {shards} again, then kprep verify-hashes --repair --checkpoint DIR restores it"
+        return "the directory is gone: is the drive mounted?"
+    if intact:
+        return f"another copy is intact on {', '.join(map(prepared.drive_name, intact))}; kprep verify-hashes --repair restores it"
+    if unread:
+        return f"a copy that was not read now is on {', '.join(map(prepared.drive_name, unread))}; kprep verify-hashes --repair tries it"
+    shards = " or ".join(shards_of(prepared, bad.layer))
+    return f"no other copy is intact; fetch {shards} again, then kprep verify-hashes --repair --checkpoint DIR restores it"
+
+
+def _what(prepared: Prepared, bad: BadRecord) -> str:
     serials = ", ".join(device.serial for device in prepared.manifest.drives[bad.drive].devices if device.serial)
     device = f" (drive serial {serials})" if serials else ""
-    return f"layer {bad.layer} expert {bad.expert} on {prepared.drive_name(bad.drive)}: {bad.what}{device}\n    {cure}"
+    return f"layer {bad.layer} expert {bad.expert} on {prepared.drive_name(bad.drive)}: {bad.what}{device}"
 
 
 def describe_bad_records(prepared: Prepared, records: Sequence[BadRecord], findings: Findings) -> Iterator[str]:
-    """Yield the message for each bad record, in the order of drives, or one for all of a drive that holds no expert file at all."""
+    """Yield the message for each bad record, in the order of drives, or one for all of a drive that holds no expert file at all.
+
+    What to do is said once for those that follow one another and need the same.
+    """
+    spoilt = {(bad.drive, bad.layer, bad.expert) for bad in findings.bad_records}
     for drive, of_drive in groupby(records, key=lambda bad: bad.drive):
         bad_ones = list(of_drive)
         if len(bad_ones) > 1 and not any(prepared.drive_directories[drive].glob("L*-E*.bin")):
             cure = "mount it, or kprep verify-hashes --repair restores them from other copies, with --checkpoint DIR from its shards"
             yield f"{prepared.drive_name(drive)}: not one expert file is there, {counted(len(bad_ones), 'copy', 'copies')} missing\n    {cure}"
         else:
-            yield from (describe_bad_record(prepared, bad, findings) for bad in bad_ones)
+            for cure, alike in groupby(bad_ones, key=lambda bad: _cure(prepared, bad, findings, spoilt)):
+                yield "\n".join([*(_what(prepared, bad) for bad in alike), f"    {cure}"])
 
 
 def describe_gone_drive(prepared: Prepared, drive: int, findings: Findings, *, is_repairing: bool) -> str:
