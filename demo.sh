@@ -35,5 +35,5 @@ run krun score -m "$out/model" "${text[@]}" --against "$out/unquantised.safetens
 step "7. Give the memory back: place every expert on the disk alone, so that the model stays whole"
 run kprep place "$out/model" --tier "B=$out/disk" --remove-unplanned
 
-printf '\n576 experts, each proved by its hash, were read from two drives with room for 180 of them; not a bit of the text depends on that.\nThe model is in %s; it knows what docs/mini.md says. To try next:\n  %s\n  %s\nRemove it with: rm -r %s\n' \
+printf '\n576 experts lay on two drives, each proved by its hash, with room for 180 of them in memory; the tests show that no bit of a text depends on that.\nThe model is in %s; it knows what docs/mini.md says. To try next:\n  %s\n  %s\nRemove it with: rm -r %s\n' \
     "$out" "$bin/krun chat -m $out/model --temp 0" "$bin/kprep verify-hashes $out/model" "$out"
