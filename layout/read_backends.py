@@ -5,6 +5,7 @@ Python's threads take the interpreter's lock several times per read, which the e
 """
 
 import ctypes
+import errno
 import os
 import shutil
 import subprocess
@@ -26,8 +27,6 @@ SOURCE = Path(__file__).with_name("read_pool.c")
 CC_FLAGS = ("-O2", "-std=c11", "-shared", "-fPIC", "-pthread")
 # Ends that one call takes at most.
 _MOST_TAKEN = 64
-# How long a caller that wants several waits for them once the first is there.
-_LINGER_S = 5e-4
 # Pools that are open, or whose threads were still at a read when they closed: C's threads write into buffers that must stay.
 _open: "set[NativeThreads]" = set()
 
@@ -69,6 +68,11 @@ class Completion(NamedTuple):
     is_copied: bool = False
     refused: int = 0
 
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether it ended because it was given up."""
+        return isinstance(self.error, OSError) and self.error.errno == errno.ECANCELED
+
 
 class Uploader(NamedTuple):
     """How threads copy on what they have read: addresses of C functions, both 0 if all is well.
@@ -76,11 +80,13 @@ class Uploader(NamedTuple):
     copy     int copy(uint64_t target, const void *source, size_t n, void *stream); 0 stands for a copy within memory
     enter    int enter(void *context), which each thread calls once before; 0 for none
     context  what it is given
+    least    bytes that a copy takes at least, as far as a request has so many side by side
     """
 
     copy: int
     enter: int
     context: int
+    least: int = 0
 
 
 TO_MEMORY = Uploader(0, 0, 0)
@@ -93,10 +99,10 @@ class Backend(Protocol):
         """Begin reads; return their numbers."""
         ...
 
-    def take(self, timeout_s: float, least: int = 1) -> list[tuple[Completion, bool]]:
+    def take(self, timeout_s: float, least: int = 1, linger_s: float = 0.0) -> list[tuple[Completion, bool]]:
         """Return what has ended, after waiting up to timeout_s for the first of it, and whether it was posted.
 
-        least  how many it is worth while to wait a moment longer for
+        least  how many it is worth while to wait linger_s longer for
         """
         ...
 
@@ -104,8 +110,8 @@ class Backend(Protocol):
         """Have `take` return this."""
         ...
 
-    def cancel_copy(self, number: int) -> None:
-        """Have nothing more copied to the target of a request, given by the number that `submit` returned: nothing begins there afterwards."""
+    def cancel(self, number: int) -> None:
+        """Give up a request, given by the number that `submit` returned: nothing more is copied to its target, nor read if that is not under way."""
         ...
 
     def close(self, timeout_s: float) -> None:
@@ -135,7 +141,7 @@ class PythonThreads:
             self._inboxes[request.drive].put(request)
         return [0] * len(requests)
 
-    def take(self, timeout_s: float, least: int = 1) -> list[tuple[Completion, bool]]:
+    def take(self, timeout_s: float, least: int = 1, linger_s: float = 0.0) -> list[tuple[Completion, bool]]:
         ended = list[tuple[Completion, bool]]()
         try:
             ended.append(self._ended.get(timeout=timeout_s) if timeout_s > 0 else self._ended.get_nowait())
@@ -147,7 +153,7 @@ class PythonThreads:
     def post(self, done: Completion) -> None:
         self._ended.put((done, True))
 
-    def cancel_copy(self, number: int) -> None: ...
+    def cancel(self, number: int) -> None: ...
 
     def close(self, timeout_s: float) -> None:
         self._is_closed.set()
@@ -203,7 +209,7 @@ class _Completion(ctypes.Structure):
 
 
 class _Uploader(ctypes.Structure):
-    _fields_ = (("copy", ctypes.c_void_p), ("enter", ctypes.c_void_p), ("context", ctypes.c_void_p))
+    _fields_ = (("copy", ctypes.c_void_p), ("enter", ctypes.c_void_p), ("context", ctypes.c_void_p), ("least", ctypes.c_int64))
 
 
 class NativeThreads:
@@ -257,16 +263,16 @@ class NativeThreads:
         self._check(self._library.pool_submit(self._pool, len(made), (_Request * len(made))(*made)))
         return numbers
 
-    def take(self, timeout_s: float, least: int = 1) -> list[tuple[Completion, bool]]:
-        n = self._library.pool_take(self._pool, self._taken, _MOST_TAKEN, timeout_s, least, _LINGER_S) if self._pool else 0
+    def take(self, timeout_s: float, least: int = 1, linger_s: float = 0.0) -> list[tuple[Completion, bool]]:
+        n = self._library.pool_take(self._pool, self._taken, _MOST_TAKEN, timeout_s, least, linger_s) if self._pool else 0
         return [self._ended(self._taken[k]) for k in range(n)]
 
     def post(self, done: Completion) -> None:
         self._post(next(self._numbers), done)
 
-    def cancel_copy(self, number: int) -> None:
+    def cancel(self, number: int) -> None:
         if self._pool:
-            self._library.pool_cancel_copy(self._pool, number)
+            self._library.pool_cancel(self._pool, number)
 
     def close(self, timeout_s: float) -> None:
         until = time.perf_counter() + timeout_s
@@ -342,8 +348,8 @@ def native_library() -> tuple[ctypes.CDLL | None, str]:
     library.pool_open.argtypes = (ctypes.c_int64, *[ctypes.c_void_p] * 6)
     library.pool_submit.argtypes = (library_pool, ctypes.c_int64, ctypes.c_void_p)
     library.pool_post.argtypes = (library_pool, ctypes.c_int64)
-    library.pool_cancel_copy.argtypes = (library_pool, ctypes.c_int64)
-    library.pool_cancel_copy.restype = None
+    library.pool_cancel.argtypes = (library_pool, ctypes.c_int64)
+    library.pool_cancel.restype = None
     library.pool_take.argtypes = (library_pool, ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_int64, ctypes.c_double)
     library.pool_take.restype = library.pool_close.restype = ctypes.c_int64
     library.pool_close.argtypes = (library_pool, ctypes.c_double)

@@ -1,6 +1,6 @@
 /* Reads of files by threads that never hold Python's interpreter lock: see read_backends.py.
  *
- * A request may be cut into pieces that a drive's threads read side by side, and what a piece has read may be copied on at once, to a device or to
+ * A request may be cut into pieces that a drive's threads read side by side, and what they have read may be copied on at once, to a device or to
  * other memory. So whoever submits deals with one end per record, whatever it takes to keep the drive and the link to the device busy: Python takes
  * 50 to 100 us for an end, a piece of a fast drive arrives every 25 us.
  */
@@ -35,12 +35,16 @@ struct completion {
     double seconds, ended;
 };
 
-/* How bytes are copied on: 0 if they are under way. A thread enters the context before its first copy. */
+/* How bytes are copied on: 0 if they are under way. A thread enters the context before its first copy. Pieces that lie side by side are copied in one
+ * call of `least` bytes or more, as far as there are so many: the calls of all threads go through one driver, one at a time. */
 struct uploader {
     int (*copy)(uint64_t target, const void *source, size_t n, void *stream);
     int (*enter)(void *context);
     void *context;
+    int64_t least;
 };
+
+enum piece_state { IS_MISSING, IS_READ, IS_COPIED };
 
 struct item {
     struct item *next;
@@ -48,7 +52,9 @@ struct item {
     struct item *older, *newer;
     struct request request;
     struct completion completion;
-    int64_t n_pieces, n_begun, n_ended, n_copied, n_copying;
+    int64_t n_pieces, n_begun, n_ended, n_read, n_copied, n_copying;
+    /* Of each piece, what became of it. */
+    enum piece_state *states;
     /* The piece that ended the request early. */
     int64_t broken;
     int is_cancelled;
@@ -170,26 +176,45 @@ static void add_done(struct pool *pool, struct item *item) {
         pthread_cond_signal(&pool->has_done);
 }
 
-/* Copies a piece on, if it is still wanted; the pool is locked before and after. */
-static void copy_piece(struct pool *pool, struct item *item, int64_t from, int64_t to, int *has_entered) {
+/* Copies some pieces on; the pool is locked before and after. */
+static void copy_pieces(struct pool *pool, struct item *item, int64_t first, int64_t end, int *has_entered) {
     const struct request *r = &item->request;
-    int64_t start = from < r->lead ? r->lead : from, refused = 0;
-    if (!r->target || item->is_cancelled || pool->is_closed || item->completion.refused)
-        return;
+    int64_t from = first * r->piece, to = end * r->piece < r->needed ? end * r->piece : r->needed, refused = 0;
+    from = from < r->lead ? r->lead : from;
+    for (int64_t k = first; k < end; k++)
+        item->states[k] = IS_COPIED;
     item->n_copying++;
     pthread_mutex_unlock(&pool->lock);
     if (pool->uploader.enter && !*has_entered)
         refused = pool->uploader.enter(pool->uploader.context);
     *has_entered = !refused;
-    if (!refused && start < to)
-        refused = pool->uploader.copy(r->target + (uint64_t)(start - r->lead), (char *)r->buffer + start, (size_t)(to - start), r->stream);
+    if (!refused && from < to)
+        refused = pool->uploader.copy(r->target + (uint64_t)(from - r->lead), (char *)r->buffer + from, (size_t)(to - from), r->stream);
     pthread_mutex_lock(&pool->lock);
     item->n_copying--;
-    item->n_copied += !refused;
     if (refused)
         item->completion.refused = refused;
+    else
+        item->n_copied += end - first;
     if (item->is_cancelled || pool->is_closed)
         pthread_cond_broadcast(&pool->has_copied);
+}
+
+/* Takes note of a piece that is there, and copies what is worth a copy now, as far as it is still wanted; the pool is locked before and after. */
+static void take_piece(struct pool *pool, struct item *item, int64_t piece, int *has_entered) {
+    const struct request *r = &item->request;
+    item->states[piece] = IS_READ;
+    int is_last = ++item->n_read == item->n_pieces;
+    for (int64_t first = 0, end; r->target && first < item->n_pieces; first = end) {
+        for (end = first; end < item->n_pieces && item->states[end] == IS_READ; end++)
+            ;
+        if (end == first)
+            end++;
+        else if (item->is_cancelled || pool->is_closed || item->completion.refused)
+            return;
+        else if (is_last || (end - first) * r->piece >= pool->uploader.least)
+            copy_pieces(pool, item, first, end, has_entered);
+    }
 }
 
 /* Accounts for the end of a piece, locked; the last one ends the request. */
@@ -234,11 +259,11 @@ static void *serve(void *argument) {
             take_first(&drive->waiting);
         /* To wake a thread takes longer than to queue a read: whoever submits wakes one, and each that is awake up to two more. */
         int64_t n_wakes = drive->waiting.first ? (drive->n_idle < 2 ? drive->n_idle : 2) : 0;
-        int is_over = item->broken < item->n_pieces;
+        int is_over = item->broken < item->n_pieces || item->is_cancelled;
         double began = now(), ended = began;
         if (!piece)
             item->began = began;
-        int64_t got = 0, error = 0;
+        int64_t got = 0, error = item->is_cancelled ? ECANCELED : 0;
         /* What comes behind a piece that is not there is not read either. */
         if (!is_over) {
             pthread_mutex_unlock(&pool->lock);
@@ -253,7 +278,7 @@ static void *serve(void *argument) {
             ended = now();
             pthread_mutex_lock(&pool->lock);
             if (got == to - from)
-                copy_piece(pool, item, from, to, &has_entered);
+                take_piece(pool, item, piece, &has_entered);
         }
         end_piece(pool, item, piece, got, error, ended);
     }
@@ -328,10 +353,21 @@ struct pool *pool_open(int64_t n_drives, const int64_t *depths, const int64_t *i
     return pool;
 }
 
-static struct item *new_item(int64_t id, size_t path_bytes) {
+static void free_item(struct item *item) {
+    free(item->states);
+    free(item);
+}
+
+static struct item *new_item(int64_t id, size_t path_bytes, int64_t n_pieces) {
     struct item *item = calloc(1, sizeof *item + path_bytes);
-    if (item)
-        item->completion.id = item->request.id = id;
+    if (!item)
+        return NULL;
+    item->completion.id = item->request.id = id;
+    item->broken = item->n_pieces = n_pieces;
+    if (!(item->states = calloc((size_t)n_pieces, sizeof *item->states))) {
+        free(item);
+        return NULL;
+    }
     return item;
 }
 
@@ -356,19 +392,18 @@ static void leave_item(struct pool *pool, struct item *item) {
 int pool_submit(struct pool *pool, int64_t n, const struct request *requests) {
     struct list made = {0};
     for (int64_t k = 0; k < n; k++) {
-        size_t length = strlen(requests[k].path) + 1;
-        struct item *item = new_item(requests[k].id, length);
+        struct request r = requests[k];
+        size_t length = strlen(r.path) + 1;
+        if (r.piece < 1 || r.piece > r.needed)
+            r.piece = r.needed > 0 ? r.needed : 1;
+        struct item *item = new_item(r.id, length, r.needed > 0 ? (r.needed + r.piece - 1) / r.piece : 1);
         if (!item) {
             while ((item = take_first(&made)))
-                free(item);
+                free_item(item);
             return ENOMEM;
         }
-        memcpy(item->path, requests[k].path, length);
-        item->request = requests[k];
-        struct request *r = &item->request;
-        if (r->piece < 1 || r->piece > r->needed)
-            r->piece = r->needed > 0 ? r->needed : 1;
-        item->broken = item->n_pieces = r->needed > 0 ? (r->needed + r->piece - 1) / r->piece : 1;
+        memcpy(item->path, r.path, length);
+        item->request = r;
         append(&made, item);
     }
     pthread_mutex_lock(&pool->lock);
@@ -384,8 +419,9 @@ int pool_submit(struct pool *pool, int64_t n, const struct request *requests) {
     return 0;
 }
 
-/* Has nothing more of a read copied on: afterwards no thread touches its target, but copies that are under way there may go on. */
-void pool_cancel_copy(struct pool *pool, int64_t id) {
+/* Has nothing more of a read begin, and ends it with ECANCELED if that leaves a piece out. Afterwards no thread touches its target, but pieces that are
+ * being read and copies that are under way go on. */
+void pool_cancel(struct pool *pool, int64_t id) {
     pthread_mutex_lock(&pool->lock);
     struct item *item = pool->newest;
     while (item && item->request.id != id)
@@ -400,7 +436,7 @@ void pool_cancel_copy(struct pool *pool, int64_t id) {
 
 /* Has the taker find an end that is no read's. Returns 0 or ENOMEM. */
 int pool_post(struct pool *pool, int64_t id) {
-    struct item *item = new_item(id, 1);
+    struct item *item = new_item(id, 1, 1);
     if (!item)
         return ENOMEM;
     pthread_mutex_lock(&pool->lock);
@@ -427,7 +463,7 @@ int64_t pool_take(struct pool *pool, struct completion *out, int64_t most, doubl
     for (struct item *item; n < most && (item = take_first(&pool->done));) {
         out[n++] = item->completion;
         leave_item(pool, item);
-        free(item);
+        free_item(item);
     }
     pool->n_done -= n;
     pthread_mutex_unlock(&pool->lock);
@@ -454,7 +490,7 @@ void pool_free(struct pool *pool) {
     struct item *item;
     while ((item = pool->newest)) {
         pool->newest = item->older;
-        free(item);
+        free_item(item);
     }
     free(pool->drives);
     free(pool);

@@ -77,20 +77,20 @@ class Reader:
         """Begin reads; return their numbers."""
         return self._backend.submit(requests)
 
-    def cancel_copy(self, number: int) -> None:
-        """Have nothing more copied to the target of a request that was submitted: when this returns, no copy will begin there."""
-        self._backend.cancel_copy(number)
+    def cancel(self, number: int) -> None:
+        """Give up a request that was submitted: when this returns, no copy to its target will begin. It ends without what was not being read."""
+        self._backend.cancel(number)
 
-    def take(self, timeout_s: float = 0.0, *, least: int = 1) -> list[Completion]:
+    def take(self, timeout_s: float = 0.0, *, least: int = 1, linger_s: float = 0.0) -> list[Completion]:
         """Return what has ended, in the order of the ends, after waiting up to timeout_s for the first; one with a hash ends when that is checked.
 
-        least  how many it is worth while to wait half a millisecond longer for; Python's threads do not wait
+        least  how many it is worth while to wait linger_s longer for; Python's threads do not wait
         """
         until, waiting_s = time.perf_counter() + timeout_s, timeout_s
         while True:
             done = list(self._over)
             self._over.clear()
-            for completion, is_checked in self._backend.take(0.0 if done else waiting_s, least):
+            for completion, is_checked in self._backend.take(0.0 if done else waiting_s, least, linger_s):
                 if completion.request.expected_hash is None or completion.error is not None or is_checked:
                     done.append(completion)
                 else:

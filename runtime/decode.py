@@ -152,10 +152,9 @@ class Decoder:
         if block.rewind is not None:
             block.rewind.save(self.state)
         block.begin(ids)
+        block.follow(first)
         for layer in self.geometry.moe_layers:
             sent = self._send_known(layer)
-            block.choose[layer - first].run()
-            block.was_chosen.mark()
             block.share[layer - first].run()
             if self._n_prefetch:
                 self._guess(layer, sent)
@@ -163,7 +162,6 @@ class Decoder:
             block.was_chosen.wait()
             self.wait_device_s += time.perf_counter() - start
             self._bring(block, layer, sent)
-        block.finish.run()
         self.state.set_n_tokens(self.state.n_tokens + len(ids))
         self._is_cuttable = block.rewind is not None
         return block.logits[0]
@@ -231,7 +229,7 @@ class Decoder:
         self.records.prefetch(layer, guesses[: self._n_prefetch])
 
     def _bring(self, block: "_Block", layer: int, sent: np.ndarray) -> None:
-        """Have the chosen experts computed that the device did not have when the layer began."""
+        """Have the chosen experts computed that the device did not have when the layer began, and what comes behind the last of them."""
         chosen = block.chosen_host[layer - self.geometry.n_dense_layers].numpy()[0]
         start, n_staged = time.perf_counter(), 0
         experts, passing = chosen[0].tolist(), list[int]()
@@ -240,11 +238,16 @@ class Decoder:
             experts = numbers.tolist()
             if len(chosen) >= LEAST_RETAINING_ROWS:
                 passing = numbers[n_uses < LEAST_USES_TO_STAY].tolist()
+        n_left = len(experts)
         for group in self.records.fetch_groups(layer, experts, passing=passing):
             missing = [(expert, slot) for expert, slot in group if not sent[expert]]
             if missing:
                 block.run_missing(layer, chosen, missing, n_staged)
                 n_staged += len(missing)
+            n_left -= len(group)
+            # The device goes on before the host tidies up.
+            if not n_left:
+                block.follow(layer + 1)
         self._former[layer] = experts
         if self.on_layer is not None:
             self.on_layer(LayerFacts(layer, chosen.copy(), [e for e in experts if not sent[e]], time.perf_counter() - start))
@@ -313,6 +316,14 @@ class _Block(RunningSum):
     def begin(self, ids: Sequence[int]) -> None:
         self._ids_host[0] = torch.tensor(ids)
         self.ids.copy_(self._ids_host, non_blocking=True)
+
+    def follow(self, layer: int) -> None:
+        """Run what comes behind the experts of the layer before: up to this layer's choice, or to the logits behind the last one."""
+        if layer == self._g.n_layers:
+            self.finish.run()
+            return
+        self.choose[layer - self._g.n_dense_layers].run()
+        self.was_chosen.mark()
 
     def run_missing(self, layer: int, chosen: np.ndarray, missing: list[tuple[int, int]], n_staged: int) -> None:
         """Compute experts that have arrived, for the rows that chose them; n_staged of the layer's came before."""

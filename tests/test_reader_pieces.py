@@ -10,7 +10,7 @@ import pytest
 
 from layout.direct import BUFFERED, PAGE, Extent, ReadMode, ShortReadError, aligned_buffer, probe_directory
 from layout.read_backends import native_library
-from layout.reader import TO_MEMORY, Completion, Reader, ReadRequest, Target, Uploader
+from layout.reader import Completion, Reader, ReadRequest, Target, Uploader
 
 N_BYTES = 50 * PAGE + 123
 GUARD = 0xA5
@@ -117,28 +117,30 @@ def test_reads_side_by_side_end_once_each_with_their_own_bytes(tmp_path: Path) -
         assert bytes(completion.payload) == contents[k % 8] == memories[k].content
 
 
-def test_nothing_is_copied_once_that_was_cancelled_and_the_read_ends_all_the_same(tmp_path: Path, content: bytes) -> None:
+def test_nothing_more_is_read_or_copied_once_a_read_was_given_up_and_it_ends(tmp_path: Path, content: bytes) -> None:
     memory = Memory(N_BYTES)
-    # About half a second for the file.
-    with Reader([BUFFERED], [2], limits=[400_000.0], pieces=[PAGE]) as reader:
+    # Half a minute for the file.
+    with Reader([BUFFERED], [2], limits=[8000.0], pieces=[PAGE]) as reader:
         request = ReadRequest("it", 0, Extent(tmp_path / "file", 0, N_BYTES), aligned_buffer(N_BYTES), target=memory.target)
         (number,) = reader.submit(request)
         until = time.monotonic() + 10
         while memory.content == bytes([GUARD]) * N_BYTES:
             assert time.monotonic() < until
             time.sleep(0.001)
-        reader.cancel_copy(number)
+        reader.cancel(number)
         seen = memory.content
         done = reader.wait()
+        assert time.monotonic() < until
     assert seen != content and memory.content == seen
-    assert done.error is None and done.payload is not None and bytes(done.payload) == content and not done.is_copied
+    assert done.is_cancelled and done.payload is None and not done.is_copied
+    assert seen.startswith(content[:PAGE])
 
 
 def test_a_number_that_ended_can_be_cancelled(tmp_path: Path, content: bytes) -> None:
     with Reader([BUFFERED], [2], pieces=[PAGE]) as reader:
         (number,) = reader.submit(ReadRequest("it", 0, Extent(tmp_path / "file", 0, N_BYTES), aligned_buffer(N_BYTES)))
         reader.wait()
-        reader.cancel_copy(number)
+        reader.cancel(number)
 
 
 @pytest.mark.parametrize("refusing", ["copy", "enter", "nothing"])
@@ -172,5 +174,33 @@ def test_each_thread_enters_once_and_what_the_uploader_refuses_is_told(tmp_path:
         assert memory.content == content
 
 
-def test_a_copy_within_memory_needs_no_function() -> None:
-    assert TO_MEMORY == (0, 0, 0)
+@pytest.mark.parametrize(
+    ("begin", "n_threads", "least"), [(0, 1, 4 * PAGE), (0, 1, 4 * PAGE + 1), (77, 1, 3 * PAGE), (0, 6, 4 * PAGE), (5, 6, 1 << 30)]
+)
+def test_pieces_side_by_side_are_copied_together(tmp_path: Path, content: bytes, begin: int, n_threads: int, least: int) -> None:
+    memory, sizes = Memory(N_BYTES - begin), list[int]()
+
+    @COPY
+    def copy(target: int, source: int, n: int, stream: int | None) -> int:
+        sizes.append(n)
+        ctypes.memmove(target, source, n)
+        return 0
+
+    uploader = Uploader(ctypes.cast(copy, ctypes.c_void_p).value or 0, 0, 0, least)
+    with Reader([BUFFERED], [n_threads], pieces=[PAGE], uploader=uploader) as reader:
+        done = read(reader, tmp_path / "file", begin, N_BYTES, memory.target)
+    assert done.is_copied and memory.content == content[begin:] and sum(sizes) == N_BYTES - begin
+    if n_threads == 1:
+        step = -(-least // PAGE) * PAGE
+        assert sizes == [min(step, N_BYTES - begin - at) for at in range(0, N_BYTES - begin, step)]
+    # What the last piece finds is copied in as few parts as it lies in.
+    assert len(sizes) <= 1 + 2 * (N_BYTES // least) + n_threads
+
+
+def test_a_piece_that_is_not_there_keeps_what_waits_for_it_from_being_copied(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "file").write_bytes(content[: 6 * PAGE])
+    memory = Memory(N_BYTES)
+    with Reader([BUFFERED], [1], pieces=[PAGE], uploader=Uploader(0, 0, 0, 4 * PAGE)) as reader:
+        done = read(reader, tmp_path / "file", 0, N_BYTES, memory.target)
+    assert isinstance(done.error, ShortReadError) and not done.is_copied
+    assert memory.content == content[: 4 * PAGE] + bytes([GUARD]) * (N_BYTES - 4 * PAGE)

@@ -1,12 +1,14 @@
 """The store: the right bytes in the right slot whatever the caches, the drives and their failures; and what it counts."""
 
 import dataclasses
+import gc
 import os
 import random
 import shutil
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import cast
@@ -267,7 +269,7 @@ def test_a_layer_that_is_broken_off_leaves_everything_usable(place: Place) -> No
 def test_reads_that_go_on_after_a_layer_was_broken_off_touch_no_slot(place: Place, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime.storage.drives, "LEAST_PIECE", 4096)
     model = place(n_drives=2)
-    slow, fast = ALL[:8], ALL[8:]
+    slow, fast = ALL[:12], ALL[12:]
     model.copies.holds[0][:, fast] = model.copies.holds[1][:, slow] = False
     # A twentieth of a second for a record from the first drive, in three pieces.
     store = model.store(n_device=8, n_host=20, device=device, servers=(0, 1), limits=[200_000.0, 1e9])
@@ -600,3 +602,14 @@ def fail_in_mid_run(place: Place, root: Path, name: str, n_sectors: int) -> None
         store.close()
     finally:
         run("umount", "--lazy", root)
+
+
+def test_a_store_that_is_closed_gives_its_device_memory_back_at_once(place: Place) -> None:
+    store = place().store(n_device=20, n_host=20)
+    slots = weakref.ref(store._device._slots)
+    gc.disable()
+    try:
+        store.close()
+        assert slots() is None
+    finally:
+        gc.enable()

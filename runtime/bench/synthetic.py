@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,9 +84,12 @@ class SyntheticModel(Prepared):
     def record_names(self) -> list[str]:
         return [record_name(number) for number in range(self.n_files)]
 
+    @cached_property
+    def _paths(self) -> list[list[Path]]:
+        return [[directory / name for name in self.record_names] for directory in self.drive_directories]
+
     def expert_extent(self, drive: int, layer: int, expert: int) -> Extent:
-        number = (layer * self.geometry.n_experts + expert) % self.n_files
-        return Extent(self.drive_directories[drive] / record_name(number), 0, self.record.n_bytes)
+        return Extent(self._paths[drive][(layer * self.geometry.n_experts + expert) % self.n_files], 0, self.record.n_bytes)
 
 
 def record_name(number: int) -> str:

@@ -100,6 +100,12 @@ class DeviceCache(SlotCache):
         """Wait for the oldest upload."""
         self._uploads[0][0].wait()
 
+    def close(self) -> None:
+        """Give the device's memory back once nothing is on its way into it."""
+        self.wait_for_uploads()
+        self._uploads.clear()
+        del self._slots
+
     def wait_for_uploads(self) -> None:
         for upload, _ in self._uploads:
             upload.wait()

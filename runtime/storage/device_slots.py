@@ -20,6 +20,8 @@ from runtime.kernels.driver import raw_stream, refused_upload, upload, upload_fu
 SLOT_STEP = 256
 # Copies to a device share its link, so a few streams fill it.
 N_STREAMS = 3
+# What threads that read copy at least in one call: while a dozen of them call the driver for a megabyte each, a launch waits for half a millisecond.
+LEAST_COPY = 4 << 20
 
 
 class Upload(Protocol):
@@ -142,11 +144,15 @@ class CudaSlots:
         # The memory may have had other work before.
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream(device))
-        self.uploader = Uploader(*upload_functions())
+        self.uploader = Uploader(*upload_functions(), least=LEAST_COPY)
         self._n_begun = 0
         self._record_bytes, self._raw = record_bytes, [stream.cuda_stream for stream in self._streams]
         # Which stream fills a slot.
         self._stream_of = [0] * n_slots
+        # When each slot was finished last, counted.
+        self._n_finished, self._finished = 0, [0] * n_slots
+        # Of each stream, the last work on slots that it waited for.
+        self._awaited: list[torch.cuda.Event | None] = [None] * n_streams
         # The stream that computes, as it was seen last.
         self._computing = torch.cuda.current_stream(device)
         # One event per slot for all of its uploads: a later one says more.
@@ -161,11 +167,13 @@ class CudaSlots:
         return self._first + slot * self._stride
 
     def begin(self, slot: int) -> None:
-        self._stream_of[slot] = self._n_begun % len(self._streams)
-        stream = self._streams[self._stream_of[slot]]
+        number = self._stream_of[slot] = self._n_begun % len(self._streams)
+        stream = self._streams[number]
         self._n_begun += 1
-        if (event := self._used[slot]) is not None:
+        # Slots that were handed out together share an event.
+        if (event := self._used[slot]) is not None and event is not self._awaited[number]:
             stream.wait_event(event)
+            self._awaited[number] = event
         # An upload that was given up may still be on its way into the slot, on another stream.
         if (event := self._ready[slot]) is not None:
             stream.wait_event(event)
@@ -183,16 +191,25 @@ class CudaSlots:
     def finish(self, slot: int) -> Upload:
         event = self._events[slot]
         event.record(self._streams[self._stream_of[slot]])
+        self._n_finished += 1
+        self._finished[slot] = self._n_finished
         self._ready[slot] = event
         return _CudaUpload(event)
 
     def make_ready(self, slots: Sequence[int]) -> None:
-        stream = self._compute_stream()
+        # What was finished last on a stream stands for all before it.
+        last = dict[int, int]()
         for slot in slots:
-            if (event := self._ready[slot]) is not None:
-                stream.wait_event(event)
-                # The event of the work that follows comes behind this one.
-                self._ready[slot] = None
+            if self._ready[slot] is not None:
+                number = self._stream_of[slot]
+                if number not in last or self._finished[slot] > self._finished[last[number]]:
+                    last[number] = slot
+        stream = self._compute_stream()
+        for slot in last.values():
+            stream.wait_event(self._events[slot])
+        for slot in slots:
+            # The event of the work that follows comes behind these.
+            self._ready[slot] = None
 
     def used(self, slots: Sequence[int]) -> None:
         event = torch.cuda.Event()

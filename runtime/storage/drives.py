@@ -20,7 +20,9 @@ _REQUEST_BYTES_PER_S = 2.5e9
 # A drive's requests together read one record, in pieces of no less than this: so records arrive one after another instead of all at the end.
 LEAST_PIECE = 1 << 20
 # How long the engine may be busy elsewhere before a drive idles.
-_AHEAD_S = 1e-3
+_AHEAD_S = 2e-3
+# More than a layer has.
+_MANY = 1 << 20
 
 
 class Holders:
@@ -57,8 +59,13 @@ def pieces_of(n_bytes: int, depths: Sequence[int], steps: Sequence[int], are_who
     return [None if is_whole or piece >= n_bytes else piece for piece, is_whole in zip(pieces, are_whole or [False] * len(pieces), strict=True)]
 
 
-def n_ahead(depth: int, piece: int | None, bytes_per_s: float | None) -> int:
-    """Return how many requests, or pieces, wait at a drive beyond those in flight, so that it does not idle while the engine is busy elsewhere."""
+def n_ahead(depth: int, piece: int | None, bytes_per_s: float | None, *, is_alone: bool = False) -> int:
+    """Return how many requests, or pieces, wait at a drive beyond those in flight, so that it does not idle while the engine is busy elsewhere.
+
+    is_alone  whether no other drive could take them
+    """
+    if is_alone:
+        return _MANY
     least = 1 + depth // 4
     return least if piece is None else max(least, math.ceil((bytes_per_s or depth * _REQUEST_BYTES_PER_S) * _AHEAD_S / piece))
 
@@ -78,7 +85,13 @@ def drive_facts(
     profiles = [prepared.manifest.drives[n].profile for n in drives]
     rates = [profile.read_bytes_per_s if profile else limit for profile, limit in zip(profiles, limits or [None] * len(drives), strict=True)]
     return [
-        DriveFacts(dense[number], prepared.manifest.drives[n].tier, depth + n_ahead(depth, piece, rate), rate if all(rates) else None, piece)
+        DriveFacts(
+            dense[number],
+            prepared.manifest.drives[n].tier,
+            depth + n_ahead(depth, piece, rate, is_alone=len(drives) == 1),
+            rate if all(rates) else None,
+            piece,
+        )
         for n, number, depth, rate, piece in zip(drives, numbers, depths, rates, pieces, strict=True)
     ]
 

@@ -10,7 +10,7 @@ from runtime.storage.cache import ExpertKey
 from runtime.storage.schedule import Chunk, Job, Read
 
 # Experts that are handed out together, except for a layer's last: each group costs the host about a tenth of a millisecond.
-LEAST_GROUP = 4
+LEAST_GROUP = 8
 
 
 class Phase(Enum):
@@ -28,8 +28,9 @@ class Incoming:
     is_wanted    whether a layer waits for it; a prefetch otherwise
     expected     the hash that it must have, None if it is not looked at
     arrived      chunks that are there and not on their way to the device
-    copying      the numbers of reads that copy what they read on to the device
-    is_uploading  whether chunks of it were uploaded from the room otherwise
+    numbers      of its reads, by which they are given up
+    is_copying   whether reads copy what they read on to the device
+    is_uploading whether chunks of it were uploaded from the room otherwise
     sources      drives that chunks came from
     refused      drives that it is not asked of (again)
     n_out        reads and hashes under way that use the room
@@ -47,7 +48,8 @@ class Incoming:
     job: Job | None = None
     chunks: tuple[Chunk, ...] = ()
     arrived: list[int] = field(default_factory=list)
-    copying: list[int] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    is_copying: bool = False
     is_uploading: bool = False
     sources: set[int] = field(default_factory=set)
     refused: set[int] = field(default_factory=set)
@@ -99,6 +101,11 @@ class LayerFetch:
     waited_s: float = 0.0
     n_alarms: int = 0
 
+    @property
+    def n_until_group(self) -> int:
+        """Return how many more must be ready before a group is handed out."""
+        return min(LEAST_GROUP, len(self.wanted)) - len(self.ready)
+
     def next_group(self, *, is_pressed: bool) -> list[tuple[ExpertKey, int]]:
         """Return what may be handed out: first what needs no upload, so that work on it waits for nothing, then a few at once.
 
@@ -106,7 +113,7 @@ class LayerFetch:
         """
         if self.hits:
             group, self.hits = self.hits, []
-        elif is_pressed or len(self.ready) >= min(LEAST_GROUP, len(self.wanted)):
+        elif is_pressed or self.n_until_group <= 0:
             group, self.ready = self.ready, []
         else:
             return []

@@ -180,7 +180,7 @@ class _Group:
 
 
 class Scheduler:
-    """Decides reads. Every read that `starts` returns must come back through `succeeded` or `failed`."""
+    """Decides reads. Every read that `starts` returns must come back through `succeeded`, `failed` or `given_up`."""
 
     def __init__(self, drives: Sequence[DriveFacts], *, tier_caps: Mapping[str, int] | None = None) -> None:
         self._drives = tuple(drives)
@@ -278,6 +278,10 @@ class Scheduler:
         if not job.is_prefetch:
             raise NoCopyLeft(job)
         return pause_s
+
+    def given_up(self, read: Read, now: float) -> None:
+        """Account for a chunk that was not read because its job was cancelled."""
+        self._end(read, now, is_good=False)
 
     def pause(self, drive: int, now: float) -> float:
         """Ask a drive only where there is no other copy, for 5 s, doubled at each pause without a good read between; return the seconds."""

@@ -34,6 +34,8 @@ _N_SPARE = 2
 _N_IN_CHUNKS = 8
 # Arrivals that are taken in together while there is more to read.
 _N_AT_ONCE = 2
+_LINGER_S = 5e-4
+_LONGEST_LINGER_S = 5e-3
 _TICK_S = 0.1
 _ALARM_S = 10.0
 
@@ -121,7 +123,7 @@ class Store:
     def close(self) -> None:
         gc.unfreeze()
         self._reader.close()
-        self._device.wait_for_uploads()
+        self._device.close()
         self.arena.close()
 
     def forget(self) -> None:
@@ -211,6 +213,9 @@ class Store:
         is_prompt, counts = self.phase is Phase.PROMPT, self.counts
         self._settle_prefetches(state.number, keys)
         state.wanted = dict.fromkeys(keys)
+        # Where all of them find a host slot, the scheduler orders them, and the drives are set to work before the last is looked at.
+        is_scarce = 2 * len(keys) > self._host.n_slots
+        n_early = 0 if is_scarce else len(self.drives)
         absent = []
         for key in keys:
             is_passing = key in state.passing
@@ -223,17 +228,18 @@ class Store:
                 self._want(self._incoming[key])
             elif key in self._draining or (room := self._host.find(key, is_prompt=is_prompt, is_passing=is_passing)) is None:
                 absent.append(key)
+                if len(absent) == n_early:
+                    state.queue.extend(absent)
+                    self._read_queued(state)
+                    n_early = 0
+                    absent.clear()
             else:
                 self._host.pin(key)
                 counts.n_host_hits += 1
                 counts.host_hits_by_layer[state.number] += 1
                 self._whole_in_host.append(Room(key, room, is_spare=False))
-        # Where all of them find a host slot, the scheduler orders them.
-        is_scarce = 2 * len(absent) > self._host.n_slots
         state.queue.extend(_interleaved([(key, self._sources(key)) for key in absent]) if is_scarce else absent)
-        # Each drive is set to work before the rest is looked at.
-        self._give_rooms(state, at_most=len(self.drives))
-        self._start(time.perf_counter())
+        self._read_queued(state)
         # What the pool holds is handed out before what the drives have brought by now.
         self._upload_waiting()
         self._pump(state)
@@ -251,8 +257,7 @@ class Store:
     def _pump(self, state: LayerFetch) -> None:
         """Do all that can be done without waiting. Reads start first, uploads follow: the drives should never be idle."""
         self._drain()
-        self._give_rooms(state)
-        self._start(time.perf_counter())
+        self._read_queued(state)
         self._upload_waiting()
 
     def _has_more(self, state: LayerFetch) -> bool:
@@ -276,8 +281,8 @@ class Store:
         if self.phase is Phase.DECODE:
             self._host.make_room(min(self._prepared.geometry.n_experts_per_token, self._host.n_slots // 4))
         start = time.perf_counter()
-        # What waits at the drives lasts for longer than another arrival is waited for; towards the end each is taken in as it comes.
-        self._arrived.extend(self._reader.take(_TICK_S, least=_N_AT_ONCE if self._scheduler.has_waiting else 1))
+        least, linger_s = self._how_many_to_await(state)
+        self._arrived.extend(self._reader.take(_TICK_S, least=least, linger_s=linger_s))
         now = time.perf_counter()
         self.counts.wait_s += now - start
         self.counts.n_waits += 1
@@ -286,6 +291,16 @@ class Store:
         if state.waited_s >= (state.n_alarms + 1) * _ALARM_S:
             state.n_alarms += 1
             self._on_remark(self._alarm(state))
+
+    def _how_many_to_await(self, state: LayerFetch) -> tuple[int, float]:
+        """Return how many ends to take in together, and how long to wait for them once the first is there."""
+        if self._scheduler.has_waiting:
+            # What waits at the drives lasts for longer.
+            return _N_AT_ONCE, _LINGER_S
+        if all(incoming.is_copying for incoming in self._incoming.values()):
+            # There is time to take these in before a group can be handed out, but for the last of it.
+            return max(1, state.n_until_group // 2), _LONGEST_LINGER_S
+        return 1, 0.0
 
     def _drain(self) -> None:
         """Take in everything that has arrived, free what uploads have left, and look for reads that take too long."""
@@ -301,11 +316,18 @@ class Store:
 
     # Reading.
 
-    def _give_rooms(self, state: LayerFetch, *, at_most: int | None = None) -> None:
-        is_prompt, n_left = self.phase is Phase.PROMPT, len(state.queue) if at_most is None else at_most
-        while n_left and state.queue and self._give_room(state.queue[0], is_prompt):
-            state.queue.popleft()
-            n_left -= 1
+    def _read_queued(self, state: LayerFetch) -> None:
+        """Begin to read what is queued, as far as there is room: one record for each drive, then more, so that no drive waits for the last."""
+        is_prompt, n_at_once = self.phase is Phase.PROMPT, len(self.drives)
+        while True:
+            n_left = n_at_once
+            while n_left and state.queue and self._give_room(state.queue[0], is_prompt):
+                state.queue.popleft()
+                n_left -= 1
+            self._start(time.perf_counter())
+            if n_left or not state.queue:
+                return
+            n_at_once *= 4
 
     def _give_room(self, key: ExpertKey, is_prompt: bool) -> bool:
         """Begin to read a record; return False if there is no slot for it now."""
@@ -361,8 +383,9 @@ class Store:
             requests.append(ReadRequest(ticket, drive, extent, buffer, target=self._target(incoming, chunk)))
         if requests:
             for request, number in zip(requests, self._reader.submit(*requests), strict=True):
-                if request.target is not None:
-                    request.tag.incoming.copying.append(number)
+                incoming = request.tag.incoming
+                incoming.numbers.append(number)
+                incoming.is_copying |= request.target is not None
             if self._layer is not None and not self._layer.first_read:
                 self._layer.first_read = time.perf_counter()
 
@@ -397,8 +420,10 @@ class Store:
         for count in ticket.counts:
             count.end(ended)
             count.read_bytes += read.n_bytes if done.error is None else 0
-            count.n_failed += done.error is not None
-        if done.error is not None:
+            count.n_failed += done.error is not None and not done.is_cancelled
+        if done.is_cancelled:
+            self._scheduler.given_up(read, ended)
+        elif done.error is not None:
             self._take_failure(done.error, ticket, ended)
         else:
             is_last = self._scheduler.succeeded(read, ended)
@@ -564,7 +589,7 @@ class Store:
         incoming.is_dead = True
         if incoming.job is not None:
             self._scheduler.cancel(incoming.job)
-        self._stop_copying(incoming)
+        self._stop_reading(incoming)
         rival, key = incoming.rival, incoming.key
         if rival is not None:
             rival.rival = incoming.rival = None
@@ -618,13 +643,13 @@ class Store:
         slot = self._land(incoming.key)
         return None if slot is None else self._device.target(slot, chunk.begin)
 
-    def _stop_copying(self, incoming: Incoming) -> None:
+    def _stop_reading(self, incoming: Incoming) -> None:
         """Have nothing more of a record copied on, and wait for what is on its way: both its room and the slot may be used anew."""
-        for number in incoming.copying:
-            self._reader.cancel_copy(number)
-        if incoming.copying or incoming.is_uploading:
+        for number in incoming.numbers:
+            self._reader.cancel(number)
+        if incoming.is_copying or incoming.is_uploading:
             self._device.settle(incoming.key)
-        incoming.copying.clear()
+        incoming.numbers.clear()
 
     def _is_passing(self, key: ExpertKey) -> bool:
         return self._layer is not None and key in self._layer.passing
