@@ -21,7 +21,7 @@ SLOT_STEP = 256
 # Copies to a device share its link, so a few streams fill it.
 N_STREAMS = 3
 # What threads that read copy at least in one call: while a dozen of them call the driver for a megabyte each, a launch waits for half a millisecond.
-LEAST_COPY = 4 << 20
+LEAST_COPY = 8 << 20
 
 
 class Upload(Protocol):

@@ -83,6 +83,7 @@ class LayerFetch:
 
     wanted   asked for and not handed out yet
     queue    those of them that have no host slot so far
+    n_unseen those of which some were not looked for yet; 0 once it is known where each is
     hits     on the device since before
     ready    on the device by now, or on their way to it
     passing  used by too few rows to stay
@@ -93,6 +94,7 @@ class LayerFetch:
     passing: frozenset[ExpertKey] = frozenset()
     wanted: dict[ExpertKey, None] = field(default_factory=dict)
     queue: deque[ExpertKey] = field(default_factory=deque)
+    n_unseen: int = 0
     hits: list[tuple[ExpertKey, int]] = field(default_factory=list)
     ready: list[tuple[ExpertKey, int]] = field(default_factory=list)
     last_by_drive: dict[int, float] = field(default_factory=dict)
@@ -100,6 +102,11 @@ class LayerFetch:
     first_read: float = 0.0
     waited_s: float = 0.0
     n_alarms: int = 0
+
+    @property
+    def n_left(self) -> int:
+        """Return how many may still have to be read."""
+        return self.n_unseen or len(self.queue)
 
     @property
     def n_until_group(self) -> int:

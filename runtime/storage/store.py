@@ -213,10 +213,9 @@ class Store:
         is_prompt, counts = self.phase is Phase.PROMPT, self.counts
         self._settle_prefetches(state.number, keys)
         state.wanted = dict.fromkeys(keys)
-        # Where all of them find a host slot, the scheduler orders them, and the drives are set to work before the last is looked at.
+        # Where all of them find a host slot, the scheduler orders them, and a drive is set to work before the last is looked at.
         is_scarce = 2 * len(keys) > self._host.n_slots
-        n_early = 0 if is_scarce else len(self.drives)
-        absent = []
+        state.n_unseen, absent = len(keys), []
         for key in keys:
             is_passing = key in state.passing
             slot = self._device.find(key, is_prompt=is_prompt, is_passing=is_passing)
@@ -227,17 +226,17 @@ class Store:
             if key in self._incoming:
                 self._want(self._incoming[key])
             elif key in self._draining or (room := self._host.find(key, is_prompt=is_prompt, is_passing=is_passing)) is None:
-                absent.append(key)
-                if len(absent) == n_early:
-                    state.queue.extend(absent)
+                if is_scarce or state.first_read:
+                    absent.append(key)
+                else:
+                    state.queue.append(key)
                     self._read_queued(state)
-                    n_early = 0
-                    absent.clear()
             else:
                 self._host.pin(key)
                 counts.n_host_hits += 1
                 counts.host_hits_by_layer[state.number] += 1
                 self._whole_in_host.append(Room(key, room, is_spare=False))
+        state.n_unseen = 0
         state.queue.extend(_interleaved([(key, self._sources(key)) for key in absent]) if is_scarce else absent)
         self._read_queued(state)
         # What the pool holds is handed out before what the drives have brought by now.
@@ -317,7 +316,7 @@ class Store:
     # Reading.
 
     def _read_queued(self, state: LayerFetch) -> None:
-        """Begin to read what is queued, as far as there is room: one record for each drive, then more, so that no drive waits for the last."""
+        """Begin to read what is queued, as far as there is room: a few at first, then more, so that no drive waits for the last."""
         is_prompt, n_at_once = self.phase is Phase.PROMPT, len(self.drives)
         while True:
             n_left = n_at_once
@@ -353,7 +352,7 @@ class Store:
         else:
             incoming.rival, rival.rival = rival, incoming
         incoming.refused.update(without)
-        is_late = self.phase is Phase.DECODE and (self._layer is None or len(self._layer.queue) <= _N_IN_CHUNKS)
+        is_late = self.phase is Phase.DECODE and (self._layer is None or self._layer.n_left <= _N_IN_CHUNKS)
         self._ask(incoming, self._chunks if is_late and len(self._holders[key]) > 1 else self._whole)
 
     def _ask(self, incoming: Incoming, chunks: tuple[Chunk, ...]) -> None:
