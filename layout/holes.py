@@ -1,15 +1,46 @@
-"""Holes: parts of a file that were never written and read as zeros. A shard with one is a download that stopped, or a sparse trial.
+"""Whether a file is what it has to be, told without reading it: it is a file, it has its size, and it has no hole.
 
-A file system that does not tell of holes says that a file has none.
+A hole is a part that was never written and reads as zeros. A shard with one is a download that stopped, or a sparse trial. A file system that does
+not tell of holes says that a file has none.
 """
 
 import errno
 import os
+import stat
 from pathlib import Path
 from typing import NamedTuple
 
 from layout.checkpoint import Checkpoint
+from layout.sizes import counted
 from manifests.errors import BadInputError
+
+_KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+
+def size_fault(path: str | Path, n_bytes: int) -> str | None:
+    """Return in words what keeps a path from being a file of n_bytes, such as `is a FIFO, expected a file`; or None.
+
+    Who opens a FIFO waits for its writer: what may be one is looked at first.
+    """
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        return f"is missing or cannot be opened: {error.strerror}"
+    if not stat.S_ISREG(found.st_mode):
+        # Anything but a directory gives way to a file that takes its name.
+        cure = ": move it away" if stat.S_ISDIR(found.st_mode) else ""
+        return f"is {_KINDS.get(stat.S_IFMT(found.st_mode), 'of another kind')}, expected a file{cure}"
+    return None if found.st_size == n_bytes else f"has {counted(found.st_size, 'byte')}, expected {n_bytes}"
+
+
+def file_fault(path: Path, n_bytes: int) -> str | None:
+    """Return what keeps a path from being a file of n_bytes without a hole, as `size_fault` does; or None."""
+    if (fault := size_fault(path, n_bytes)) is not None:
+        return fault
+    try:
+        return None if first_hole(path) is None else "has a hole: a part of it was never written"
+    except OSError as error:
+        return f"cannot be opened: {error.strerror}"
 
 
 class Hole(NamedTuple):
@@ -58,8 +89,8 @@ def find_holes(checkpoint: Checkpoint) -> list[str]:
             holes[number] = hole
     names = _tensors_at(checkpoint, {number: hole.offset for number, hole in holes.items()}) if holes else {}
     return [
-        f"{checkpoint.shards[number].name}: {hole.n_bytes} bytes from byte {hole.offset} on (tensor {names[number]}) are a hole, "
-        "never written; if it was downloaded, that was cut short: fetch the file again"
+        f"{checkpoint.shards[number].name}: {hole.n_bytes} bytes from byte {hole.offset} on (tensor {names[number]}) are a hole, never written; "
+        "if it was downloaded, that was cut short: fetch the file again"
         for number, hole in holes.items()
     ]
 

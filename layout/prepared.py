@@ -10,7 +10,9 @@ import xxhash
 
 from layout.direct import Extent
 from layout.hash_lists import ExpertHashes
+from layout.holes import size_fault
 from layout.record import LAYOUT_NAME, NIBBLE_ORDER, SCALE_KIND, RecordLayout, expert_file_name, record_layout
+from layout.sizes import counted
 from manifests.errors import BadInputError, DamagedDataError, listed
 from manifests.geometry import Geometry
 from manifests.load import load_manifest
@@ -84,7 +86,7 @@ def _load_hashes(path: Path, manifest: Manifest) -> ExpertHashes:
     unknown = manifest.base_holds() & ~hashes.is_known
     if unknown.any():
         layer, expert = np.argwhere(unknown)[0]
-        raise DamagedDataError(f"{list_path}: no hash for {expert_file_name(layer, expert)} and {int(unknown.sum()) - 1} others")
+        raise DamagedDataError(f"{list_path}: no hash for {counted(int(unknown.sum()), 'expert')}, the first is {expert_file_name(layer, expert)}")
     return hashes
 
 
@@ -120,7 +122,7 @@ def find_copies(prepared: Prepared) -> Copies:
             f"layer {layer} expert {expert}: no usable copy on {', '.join(map(prepared.drive_name, prepared.drives_holding(layer, expert)))}"
             for layer, expert in lost
         ]
-        what = f"{prepared.path}: tiers A and B must hold every expert; {len(lost)} are gone"
+        what = f"{prepared.path}: tiers A and B must hold every expert; {counted(len(lost), 'is', 'are')} gone"
         cure = "mount the drive if one is missing; else kprep extract CHECKPOINT OUT --only missing writes them again"
         raise DamagedDataError(listed([*wanted[:10], *faults], f"{what}; {cure}:"))
     return Copies(tuple(holds), faults)
@@ -135,12 +137,7 @@ def _present(prepared: Prepared, number: int, drive: Drive) -> tuple[np.ndarray,
     prefix = f"{directory}{os.sep}"
     for layer, expert in np.argwhere(drive.holds).tolist():
         name = expert_file_name(layer, expert)
-        try:
-            size = os.stat(prefix + name).st_size
-        except OSError as error:
-            size, what = None, error.strerror
-        if size != n_bytes:
+        if (fault := size_fault(prefix + name, n_bytes)) is not None:
             found[layer, expert] = False
-            what = what if size is None else f"{size} bytes, expected {n_bytes}"
-            faults.append(f"layer {layer} expert {expert} on {prepared.drive_name(number)}: {name}: {what}")
+            faults.append(f"layer {layer} expert {expert} on {prepared.drive_name(number)}: {name} {fault}")
     return found, faults

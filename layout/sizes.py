@@ -57,7 +57,12 @@ def format_size(n_bytes: float) -> str:
 
 def counted(n: int, word: str, words: str = "") -> str:
     """Return a number with its word: `1 copy`, `2 copies`; the plural is the word with an s unless it is given."""
-    return f"{n} {word if n == 1 else words or word + 's'}"
+    return f"{n} {word_for(n, word, words)}"
+
+
+def word_for(n: int, word: str, words: str = "") -> str:
+    """Return the word that goes with a number, as in `counted`."""
+    return word if n == 1 else words or word + "s"
 
 
 def format_rate(bytes_per_s: float) -> str:

@@ -32,7 +32,7 @@ from layout.drives import (
 from layout.findings import MACHINE, Finding, Level, cgroup_finding, huge_pages_finding, locked_memory_finding
 from layout.memory import available_host_bytes, meminfo_bytes
 from layout.record import parse_expert_file_name
-from layout.sizes import format_rate, format_size
+from layout.sizes import counted, format_rate, format_size
 from layout.writer import PARTIAL_SUFFIX, write_record
 from manifests.errors import BadInputError, Interrupted, KtierError
 
@@ -257,7 +257,7 @@ def _space_finding(path: Path, record_bytes: int, existing: Path | None) -> Find
     if n_records is None:
         return Finding("free space", str(path), "good", "this file system gives no size")
     text = f"{format_size(free_bytes(path))} free; less a reserve of {format_size(default_reserve(path))}, "
-    text += f"room for {n_records} records of {format_size(record_bytes)}"
+    text += f"room for {counted(n_records, 'record')} of {format_size(record_bytes)}"
     if n_records > 0:
         return Finding("free space", str(path), "good", text)
     level: Level = "bad" if existing is None else "note"

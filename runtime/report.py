@@ -7,7 +7,7 @@ nothing but wait for the GPU, and everything else, which is host time. On a CPU 
 from typing import Any
 
 from layout.reader import reader_name
-from layout.sizes import format_rate, format_size
+from layout.sizes import counted, format_rate, format_size
 from runtime.bench.rig import Run
 from runtime.bench.runs import TIME_PARTS
 from runtime.bench.synthetic import SyntheticModel
@@ -164,14 +164,15 @@ def statistics_lines(stats: dict[str, Any]) -> list[str]:
     read = stats["expert_read_bytes"]
     flat = stats["flat_out_bytes_per_s"]
     steady, generation = stats["steady_decode_tok_per_s"], stats["generation_tok_per_s"]
+    hits = f"{counted(decode['n_device_hits'], 'device hit')}, {counted(decode['n_host_hits'], 'host hit')}"
     return [
         f"steady decode {_number(steady, '.2f', ' tok/s')}, generation rate {_number(generation, '.2f', ' tok/s')}",
         f"prompt pass {stats['prompt_pass_s']:.3f} s, {stats['prompt_pass_tok_per_s']:.1f} tok/s, {read['prompt_pass']} expert bytes read, "
         f"read amplification {_number(stats['read_amplification'], '.2f')}",
         f"decode {read['decode']} expert bytes read, storage efficiency {_number(stats['storage_efficiency'], '.3f')}"
         + (f" of {format_rate(flat)} flat out" if flat else ""),
-        f"experts in decode: {decode['n_device_hits']} device hits, {decode['n_host_hits']} host hits, {decode['n_reads']} reads, "
-        f"{decode['n_failed_reads'] + prompt['n_failed_reads']} failed reads{_prefetch_text(decode)}",
+        f"experts in decode: {hits}, {counted(decode['n_reads'], 'read')}, "
+        f"{counted(decode['n_failed_reads'] + prompt['n_failed_reads'], 'failed read')}{_prefetch_text(decode)}",
         *_draft_lines(stats.get("drafting")),
         *time_lines(stats),
         *drive_lines(stats),
@@ -182,8 +183,9 @@ def statistics_lines(stats: dict[str, Any]) -> list[str]:
 def _draft_lines(drafting: dict[str, Any] | None) -> list[str]:
     if drafting is None:
         return []
-    accepted = f"{drafting['n_proposed']} proposed in {drafting['n_blocks']} blocks, {drafting['n_accepted']} accepted"
-    return [f"drafts: {accepted}; {drafting['n_plain_steps']} plain steps, {drafting['n_pauses']} pauses, {drafting['drafter_s']:.2f} s of drafting"]
+    accepted = f"{drafting['n_proposed']} proposed in {counted(drafting['n_blocks'], 'block')}, {drafting['n_accepted']} accepted"
+    others = f"{counted(drafting['n_plain_steps'], 'plain step')}, {counted(drafting['n_pauses'], 'pause')}"
+    return [f"drafts: {accepted}; {others}, {drafting['drafter_s']:.2f} s of drafting"]
 
 
 def synthetic_lines(stats: dict[str, Any]) -> list[str]:
@@ -218,7 +220,7 @@ def drive_lines(stats: dict[str, Any]) -> list[str]:
     for drive in stats["drives"]:
         reads = drive["decode"]
         rate, share = reads["bytes_per_s_while_busy"], reads["share_of_being_last"]
-        text = f"{drive['directory']} (tier {drive['tier']}): {reads['n_reads']} reads, {format_size(reads['read_bytes'])}"
+        text = f"{drive['directory']} (tier {drive['tier']}): {counted(reads['n_reads'], 'read')}, {format_size(reads['read_bytes'])}"
         text += f", {format_rate(rate)} while busy" if rate else ""
         text += f", last in {share:.0%} of the layers that waited" if share is not None else ""
         lines.append(text + (f", {reads['n_failed_reads']} failed" if reads["n_failed_reads"] else ""))

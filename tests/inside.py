@@ -4,6 +4,7 @@ import io
 import signal
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 from unittest import mock
 
 from conftest import Outcome
@@ -23,6 +24,12 @@ def krun(*arguments: object) -> Outcome:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return Outcome(code, out.getvalue(), err.getvalue())
+
+
+def talked(model: Path, lines: str, *flags: object) -> Outcome:
+    """Run krun chat with lines from a pipe."""
+    with mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode("utf-8", "surrogateescape")))):
+        return krun("chat", "-m", model, *flags)
 
 
 def ran(*arguments: object) -> Outcome:

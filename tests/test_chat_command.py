@@ -13,20 +13,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
 import pytest
-from conftest import Outcome
-from inside import krun, refused
+from inside import refused, talked
 from rich.console import Console
 from serving import KRUN
 
 from runtime.cli.chat import Screen
-
-
-def talked(model: Path, lines: str, *flags: object) -> Outcome:
-    with mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode("utf-8", "surrogateescape")))):
-        return krun("chat", "-m", model, *flags)
 
 
 @pytest.fixture

@@ -129,7 +129,7 @@ def test_adopts_files_that_equal_the_checkpoint_without_touching_them(extraction
     theirs = adoptable(extractions, tmp_path / "theirs")
     before = {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in theirs.iterdir()}
     outcome = succeed("kprep", "adopt", theirs, tmp_path / "out", "--checkpoint", K31)
-    assert "adopted 144 expert files as they are; 0 are still" in outcome.err
+    assert "adopted 144 expert files unchanged; still to be extracted: 0" in outcome.err
     assert {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in theirs.glob("*.bin")} == before
     assert load_manifest(tmp_path / "out" / "manifest.yaml").drives[0].directory == str(theirs)
     succeed("kprep", "verify-hashes", tmp_path / "out")
@@ -139,7 +139,8 @@ def test_extracts_what_an_adopted_directory_lacks(extractions: dict[str, Path], 
     theirs = adoptable(extractions, tmp_path / "theirs")
     for path in list(theirs.glob("L3-*.bin")):
         path.unlink()
-    assert "adopted 128 expert files as they are; 16 are still" in succeed("kprep", "adopt", theirs, tmp_path / "out", "--checkpoint", K31).err
+    outcome = succeed("kprep", "adopt", theirs, tmp_path / "out", "--checkpoint", K31)
+    assert "adopted 128 expert files unchanged; still to be extracted: 16" in outcome.err
     assert len(list(theirs.glob("*.bin"))) == 144
 
 
@@ -210,15 +211,17 @@ def test_the_journal_is_gone_when_the_manifest_is_there(extracted: Path) -> None
     assert not (extracted / JOURNAL_NAME).exists()
 
 
-@pytest.mark.parametrize("how", ["flipped", "missing"])
+@pytest.mark.parametrize("how", ["flipped", "missing", "FIFO"])
 def test_a_damaged_spine_and_tokenizer_are_restored_from_the_checkpoint(prepared_copy: Path, how: str) -> None:
     spine, vocabulary, before = prepared_copy / "spine.gguf", prepared_copy / "tokenizer" / "tiktoken.model", tree(prepared_copy)
     for path in (spine, vocabulary):
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
-        if how == "missing":
+        if how != "flipped":
             path.unlink()
+    if how == "FIFO":
+        os.mkfifo(spine)
     assert command("kprep", "verify-hashes", prepared_copy).code == 4
     assert "it is written anew" in succeed("kprep", "extract", K31, prepared_copy).err
     assert tree(prepared_copy) == before

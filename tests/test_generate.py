@@ -376,6 +376,15 @@ def test_a_drafter_changes_no_token_and_is_told_and_counted(extractions: dict[st
     assert plain["stats"]["drafting"] is None and drafted["stats"]["drafting"]["n_asked"] > 0
 
 
+def test_what_there_is_one_of_is_told_in_the_singular(extractions: dict[str, Path], tmp_path: Path) -> None:
+    model, files = extractions["tiny-k3.1"], ("--state-out", tmp_path / "state", "--heat-out", tmp_path / "heat", "--trace-out", tmp_path / "trace")
+    first = ran("generate", "-m", model, "--ids", 5, "-n", 1, "--device", "cpu", *files)
+    again = ran("generate", "-m", model, "--ids", "5,6", "-n", 2, "--device", "cpu", "--state-in", tmp_path / "state", "--drafter", "ngram")
+    for part in ("at most 1 token;", "the state after 1 token,", "the experts of 1 token\n", "1 token, ended by length"):
+        assert part in first.err, first.err
+    assert "state: 1 token in prompt arithmetic" in again.err and "; 1 is new" in again.err and "2 tokens, ended by" in again.err, again.err
+
+
 @pytest.mark.parametrize(
     ("flags", "what"),
     [

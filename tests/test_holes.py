@@ -8,7 +8,7 @@ import pytest
 
 from layout.checkpoint import open_checkpoint
 from layout.config import K3
-from layout.holes import Hole, find_holes, first_hole
+from layout.holes import Hole, file_fault, find_holes, first_hole, size_fault
 from manifests.errors import BadInputError
 from manifests.geometry import load_geometry
 from prep.tiny import limit_layers, make_checkpoint
@@ -54,6 +54,18 @@ def test_room_that_was_reserved_and_not_written_is_a_hole(tmp_path: Path) -> Non
         os.posix_fallocate(file.fileno(), 0, 3 * STEP)
         os.fsync(file.fileno())
     assert first_hole(tmp_path / "file") == Hole(STEP, 2 * STEP)
+
+
+def test_what_keeps_a_file_from_being_one_is_told_before_it_is_opened(tmp_path: Path) -> None:
+    file, fifo = make_file(tmp_path / "file", 0, 2), tmp_path / "fifo"
+    os.mkfifo(fifo)
+    assert size_fault(file, 3 * STEP) is None and file_fault(file, 3 * STEP) == "has a hole: a part of it was never written"
+    assert file_fault(file, STEP) == size_fault(file, STEP) == f"has {3 * STEP} bytes, expected {STEP}"
+    # An open of it would wait for a writer; a size says nothing about it.
+    assert file_fault(fifo, 0) == "is a FIFO, expected a file"
+    assert file_fault(tmp_path, tmp_path.stat().st_size) == "is a directory, expected a file: move it away"
+    assert file_fault(tmp_path / "none", 0) == "is missing or cannot be opened: No such file or directory"
+    assert file_fault(make_file(tmp_path / "whole", 0), STEP) is None
 
 
 @pytest.mark.parametrize("name", ["tiny-k3", "tiny-k3.1"])

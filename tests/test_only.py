@@ -22,7 +22,7 @@ def test_deleted_and_damaged_files_are_written_again_where_the_manifest_wants_th
         (experts / name).unlink()
     flip_a_byte(experts / "L7-E15.bin")
     before = (prepared_copy / "manifest.yaml").read_bytes()
-    assert "generation 1; 3 expert files written, 1 were there and intact" in only(prepared_copy, "3:2-4,7:15")
+    assert "generation 1; 3 expert files written, 1 there and intact" in only(prepared_copy, "3:2-4,7:15")
     assert check_drives_of(prepared_copy, extractions) == [N_RECORDS]
     assert (prepared_copy / "manifest.yaml").read_bytes() == before
 

@@ -83,6 +83,11 @@ def test_a_dry_run_changes_nothing(prepared_copy: Path, tmp_path: Path, memory: 
     assert "144 unplanned files, 1.41MB, will be removed once another copy is proved" in outcome.out
 
 
+def test_a_drive_with_a_single_expert_is_told_so(prepared_copy: Path, tmp_path: Path, memory: Path) -> None:
+    outcome = place(prepared_copy, f"A={tmp_path / 'a'}", f"C={memory}", flags=("--limit", "C=1slots", "--dry-run"))
+    assert "holds 1 expert, 9.79KB; " in outcome.out
+
+
 def test_a_dry_run_counts_only_files_that_are_really_to_be_copied(prepared_copy: Path, tmp_path: Path) -> None:
     a = tmp_path / "a"
     shutil.copytree(prepared_copy / "experts", a)
@@ -150,7 +155,10 @@ def test_measuring_writes_a_profile_and_leaves_no_trial_files(prepared_copy: Pat
 
 
 def test_a_measured_dry_run_leaves_the_drives_empty(prepared_copy: Path, tmp_path: Path) -> None:
-    place(prepared_copy, f"A={tmp_path / 'a'}", flags=(*MEASURE, "--dry-run"))
+    outcome = place(prepared_copy, f"A={tmp_path / 'a'}", flags=(*MEASURE, "--dry-run"))
+    assert outcome.out.endswith(
+        "dry run: nothing was changed; what was measured is not kept: to place measures again, and may plan a little otherwise\n"
+    )
     assert names_in(tmp_path / "a") == set()
 
 
@@ -219,7 +227,7 @@ def test_what_if_answers_and_changes_nothing(prepared_copy: Path, tmp_path: Path
         assert plan["is_dry_run"] is True and plan["generation"] is None
         assert len(plan["what_if"]) == 2 and all(score["mean_ratio"] > 1 - 1e-9 for score in plan["what_if"].values())
     else:
-        assert outcome.out.count("what if  ") == 2 and outcome.out.endswith("--what-if: nothing was changed\n")
+        assert outcome.out.count("what if  ") == 2 and "\n--what-if: nothing was changed; what was measured is not kept: " in outcome.out
 
 
 @pytest.fixture(scope="module")

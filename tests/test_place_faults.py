@@ -70,7 +70,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_drive_without_room_for_the_base_is_refused_with_what_is_missing(prepared_copy: Path, small: Path) -> None:
     (small / "ballast").write_bytes(bytes(free_bytes(small) - 800_000))
-    refused(prepared_copy, f"A={small}", code=NO_SPACE, parts=("of 144 experts", "are too many", "lower the reserve"), flags=("--reserve", "0"))
+    refused(prepared_copy, f"A={small}", code=NO_SPACE, parts=("of 144 experts", " too many", "lower the reserve"), flags=("--reserve", "0"))
     assert experts_in(small) == set() and not (prepared_copy / "place.journal").exists()
 
 

@@ -16,11 +16,11 @@ from prep.placement.plan import (
     Assumptions,
     CopyPlan,
     PlanDrive,
-    one_more_copy_set,
     plan_copies,
     predict_tok_per_s,
     score_holds,
-    what_if,
+    with_one_more_copy_set,
+    with_one_more_drive,
 )
 from prep.placement.report import token_line
 from prep.placement.search import changes_of
@@ -166,7 +166,7 @@ def test_all_room_is_used_and_every_layer_has_its_even_part(room: list[int], see
 def test_room_for_all_experts_is_enough_and_for_one_less_is_not() -> None:
     for room in ([100, N_TINY - 100, 500], [N_TINY, 0, 0], [7, N_TINY - 7, 0]):
         plan_copies(TINY, 9792, three_drives(TINY), pool_free=room, is_removing=False)
-        with pytest.raises(NoSpaceError, match=rf"room for {N_TINY - 1} of {N_TINY} experts: 1 experts \(9.79KB\) are too many"):
+        with pytest.raises(NoSpaceError, match=rf"room for {N_TINY - 1} of {N_TINY} experts: 1 \(9.79KB\) too many"):
             plan_copies(TINY, 9792, three_drives(TINY), pool_free=[room[0] - 1, *room[1:]], is_removing=False)
 
 
@@ -395,10 +395,12 @@ def test_a_drive_that_is_gone_is_made_up_for_from_what_room_there_is() -> None:
 def test_one_more_drive_or_copy_set_brings_what_it_says() -> None:
     drives, room = three_drives(ONE_LAYER)[:2], room_for(ONE_LAYER, (0.67, 0.34))
     now = plan_copies(ONE_LAYER, RECORD, drives, pool_free=room, is_removing=False).score
-    with_drive = what_if(ONE_LAYER, RECORD, drives, read_bytes_per_s=6e9, capacity=269, pool_free=room, is_removing=False)
+    more, more_room = with_one_more_drive(ONE_LAYER, drives, room, read_bytes_per_s=6e9, capacity=269)
+    with_drive = plan_copies(ONE_LAYER, RECORD, more, pool_free=more_room, is_removing=False)
     assert [int(held.sum()) for held in with_drive.holds] == [*room, 269]
     assert now.mean_s / with_drive.score.mean_s > 1.2
-    fuller = one_more_copy_set(ONE_LAYER, RECORD, drives, pool_free=room, is_removing=False)
+    larger, larger_room = with_one_more_copy_set(ONE_LAYER, drives, room)
+    fuller = plan_copies(ONE_LAYER, RECORD, larger, pool_free=larger_room, is_removing=False)
     assert sum(int(held.sum()) for held in fuller.holds) == 2 * ONE_LAYER.n_experts
     assert fuller.score.mean_s < now.mean_s
 

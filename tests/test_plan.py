@@ -210,7 +210,11 @@ def test_directories_on_one_file_system_share_its_room(drives: list[DriveRequest
     # What is missing is told once for both.
     assert [d.left_bytes for d in plan.drives] == pytest.approx([(10 - 15.7) * GB] * 2, abs=1 * GB)
     assert [d.fits for d in plan.drives] == [False, False]
+    text = "\n".join(plan.lines())
     assert f"fits       no: {plan.reason}" in plan.lines()
+    a, b = (drive.directory for drive in drives)
+    assert f" free, shared with {b}, " in text and f"; no room of its own: on the file system of {a}, counted there" in text
+    assert (text.count(" free, "), text.count("does not fit: ")) == (1, 1)
 
 
 def test_a_drive_fits_with_what_is_left_beyond_the_reserve(drives: list[DriveRequest], large: Path) -> None:
@@ -226,7 +230,7 @@ def test_room_for_the_output_directory_is_told(drives: list[DriveRequest], large
     assert tight.fits
     assert any("of the file systems, none has room for it too" in line for line in tight.lines())
     ample = make_plan(large, drives, reserve_bytes=reserve_leaving(drives[0].directory, 22 * GB))
-    home = f"of the file systems, that of {drives[0].directory} or {drives[1].directory} has room for it too"
+    home = f"of the file systems, that of {drives[0].directory} and {drives[1].directory} has room for it too"
     assert any(home in line for line in ample.lines())
 
 

@@ -1,5 +1,6 @@
 """A prepared model as it is found on disk: refused where it cannot be trusted, and used without the copies that are gone."""
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -119,7 +120,7 @@ def test_a_hash_list_that_is_gone_is_damage(prepared_copy: Path) -> None:
 
 def test_an_expert_without_a_hash_is_named(prepared_copy: Path) -> None:
     lines = [line for line in hash_lines(prepared_copy) if "L2-" not in line]
-    with pytest.raises(DamagedDataError, match=rf"{HASH_LIST_NAME}: no hash for L2-E0\.bin and 15 others"):
+    with pytest.raises(DamagedDataError, match=rf"{HASH_LIST_NAME}: no hash for 16 experts, the first is L2-E0\.bin"):
         open_prepared(with_hash_list(prepared_copy, lines))
 
 
@@ -132,10 +133,13 @@ def test_a_hash_list_of_something_else_is_refused(prepared_copy: Path, line: str
     assert fault in str(caught.value)
 
 
-def test_copies_that_are_missing_or_of_the_wrong_size_are_left_out_and_named(prepared_copy: Path) -> None:
+def test_copies_that_are_missing_or_of_the_wrong_size_or_no_files_are_left_out_and_named(prepared_copy: Path) -> None:
     prepared = with_drives(prepared_copy, "B", "C")
     first, second = (prepared_copy / f"drive-{n}" for n in (1, 2))
-    (first / "L1-E0.bin").unlink()
+    for expert in range(3):
+        (first / f"L1-E{expert}.bin").unlink()
+    os.mkfifo(first / "L1-E1.bin")
+    (first / "L1-E2.bin").mkdir()
     (first / "L9-E15.bin").write_bytes(bytes(N_RECORD - 1))
     (second / "L1-E0.bin").write_bytes(bytes(N_RECORD + 4096))
     (second / "L2-E3.bin").write_bytes(b"")
@@ -143,12 +147,14 @@ def test_copies_that_are_missing_or_of_the_wrong_size_are_left_out_and_named(pre
     gone = [
         [(layer, expert) for layer, expert in np.argwhere(d.holds & ~h).tolist()] for d, h in zip(prepared.manifest.drives, copies.holds, strict=True)
     ]
-    assert gone == [[], [(1, 0), (9, 15)], [(1, 0), (2, 3)]]
+    assert gone == [[], [(1, 0), (1, 1), (1, 2), (9, 15)], [(1, 0), (2, 3)]]
     assert copies.faults == [
-        f"layer 1 expert 0 on {first} (tier B): L1-E0.bin: No such file or directory",
-        f"layer 9 expert 15 on {first} (tier B): L9-E15.bin: 9791 bytes, expected 9792",
-        f"layer 1 expert 0 on {second} (tier C): L1-E0.bin: 13888 bytes, expected 9792",
-        f"layer 2 expert 3 on {second} (tier C): L2-E3.bin: 0 bytes, expected 9792",
+        f"layer 1 expert 0 on {first} (tier B): L1-E0.bin is missing or cannot be opened: No such file or directory",
+        f"layer 1 expert 1 on {first} (tier B): L1-E1.bin is a FIFO, expected a file",
+        f"layer 1 expert 2 on {first} (tier B): L1-E2.bin is a directory, expected a file: move it away",
+        f"layer 9 expert 15 on {first} (tier B): L9-E15.bin has 9791 bytes, expected 9792",
+        f"layer 1 expert 0 on {second} (tier C): L1-E0.bin has 13888 bytes, expected 9792",
+        f"layer 2 expert 3 on {second} (tier C): L2-E3.bin has 0 bytes, expected 9792",
     ]
 
 
@@ -184,8 +190,8 @@ def test_an_expert_without_a_base_copy_is_damage_and_named_with_its_drives(prepa
     with pytest.raises(DamagedDataError) as caught:
         find_copies(prepared)
     message = str(caught.value)
-    assert f"{prepared.path}: tiers A and B must hold every expert; 1 are gone; mount the drive" in message
+    assert f"{prepared.path}: tiers A and B must hold every expert; 1 is gone; mount the drive" in message
     assert f"layer 3 expert 7: no usable copy on {', '.join(prepared.drive_name(n) for n in range(1 + len(tiers)))}" in message
     for directory in bases:
         tier = "A" if directory.name == "experts" else "B"
-        assert f"layer 3 expert 7 on {directory} (tier {tier}): {expert_file_name(3, 7)}: 100 bytes, expected 9792" in message
+        assert f"layer 3 expert 7 on {directory} (tier {tier}): {expert_file_name(3, 7)} has 100 bytes, expected 9792" in message

@@ -71,7 +71,7 @@ def test_fifty_kills_end_with_the_bytes_of_an_uninterrupted_run(tmp_path: Path, 
     succeed("kprep", "verify-hashes", out)
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "hole"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "FIFO", "hole"])
 def test_what_the_journal_names_counts_only_if_it_is_there_and_right(tmp_path: Path, uninterrupted: dict[str, bytes], damage: str) -> None:
     out = tmp_path / "out"
     process = start("extract", CHECKPOINT, out, "--journal-every", 1)
@@ -83,14 +83,27 @@ def test_what_the_journal_names_counts_only_if_it_is_there_and_right(tmp_path: P
         victim.write_bytes(data)
     elif damage == "truncate":
         os.truncate(victim, 5000)
-    elif damage == "remove":
+    elif damage in ("remove", "FIFO"):
         victim.unlink()
+        if damage == "FIFO":
+            os.mkfifo(victim)
     else:
         victim.unlink()
         with victim.open("wb") as file:
             file.truncate(len(data))
     succeed("kprep", "extract", CHECKPOINT, out)
     assert contents(out) == uninterrupted
+
+
+def test_a_directory_in_the_place_of_an_expert_s_file_is_named(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = start("extract", CHECKPOINT, out, "--journal-every", 1)
+    assert kill_after_journal_lines(process, out / JOURNAL_NAME, 40, 0)
+    victim = next((out / "experts").glob("L1-*.bin"))
+    victim.unlink()
+    victim.mkdir()
+    outcome = command("kprep", "extract", CHECKPOINT, out)
+    assert outcome.code == 1 and f"kprep: {victim}: cannot be written: Is a directory" in outcome.err
 
 
 def test_a_trusted_journal_is_believed_but_for_size_and_holes(tmp_path: Path, uninterrupted: dict[str, bytes]) -> None:

@@ -13,7 +13,7 @@ from runtime.engine import Options, Step
 from runtime.kernels.rows import Arithmetic
 from runtime.sampler import Sampler
 from runtime.saved_state import SavedState
-from runtime.serving.prefixes import KeptStates, ServingEngine, kept_bytes, n_saying_the_same, on_host
+from runtime.serving.prefixes import KeptStates, ServingEngine, n_saying_the_same, on_host
 from runtime.serving.queue import Cancelled
 from runtime.state import KdaState, MlaState, State
 from runtime.tokens import load_tokenizer
@@ -137,7 +137,7 @@ def test_the_size_told_is_that_of_a_kept_state(engines: dict[str, ServingEngine]
     answered(engine, PROMPT, 2)
     state = on_host(engine.decoder.state)
     tensors = [t for layer in state.layers for t in ((layer.memory, layer.conv) if isinstance(layer, KdaState) else (layer.latent, layer.k_rot))]
-    assert sum(t.nbytes for t in tensors) == kept_bytes(engine.geometry, state.n_tokens)
+    assert sum(t.nbytes for t in tensors) == engine.kept_bytes(state.n_tokens)
     assert any(isinstance(layer, MlaState) for layer in state.layers)
     assert all(t.untyped_storage().nbytes() == t.nbytes for t in tensors)
 

@@ -1,6 +1,6 @@
 import pytest
 
-from layout.sizes import counted, format_rate, format_size, parse_size
+from layout.sizes import counted, format_rate, format_size, parse_size, word_for
 from manifests.errors import UsageError
 
 
@@ -107,4 +107,5 @@ def test_writes_rates_per_second() -> None:
 
 def test_words_follow_their_numbers() -> None:
     assert [counted(n, "fault") for n in (0, 1, 2)] == ["0 faults", "1 fault", "2 faults"]
+    assert [word_for(n, "stays", "stay") for n in (0, 1, 2)] == ["stay", "stays", "stay"]
     assert [counted(n, "copy is", "copies are") for n in (1, 2)] == ["1 copy is", "2 copies are"]

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 from conftest import DATA, succeed
-from inside import krun, ran
+from inside import krun, ran, talked
 from safetensors.numpy import load_file
+from serving import COMPLETION, serving, text
 
 GOLDEN = {name: load_file(DATA / name / "golden.safetensors") for name in ("tiny-k3", "tiny-k3.1")}
 N_SAVED = 25
@@ -49,22 +50,56 @@ def test_a_state_that_does_not_fit_is_refused(extractions: dict[str, Path], tmp_
     assert refused(extractions["tiny-k3"], prompt, "--state-out", tmp_path / "nowhere" / "state").startswith("2 ")
 
 
-def test_a_long_context_needs_its_flag_and_goes_on_from_a_state(checkpoint_copy: Path, extractions: dict[str, Path], tmp_path: Path) -> None:
-    prompt, model, path = GOLDEN["tiny-k3.1"]["2.ids"].tolist(), tmp_path / "model", tmp_path / "state"
+@pytest.fixture
+def selecting(checkpoint_copy: Path, tmp_path: Path) -> Path:
+    """tiny-k3.1 with an indexer that selects 8 positions."""
     config = json.loads((checkpoint_copy / "config.json").read_text())
     config["text_config"]["dsa_config"]["index_topk"] = 8
     (checkpoint_copy / "config.json").write_text(json.dumps(config))
-    succeed("kprep", "extract", checkpoint_copy, model)
+    succeed("kprep", "extract", checkpoint_copy, tmp_path / "model")
+    return tmp_path / "model"
+
+
+LONG = ("--long-context", "unverified", "-c", 200)
+
+
+def test_a_long_context_needs_its_flag_and_goes_on_from_a_state(selecting: Path, extractions: dict[str, Path], tmp_path: Path) -> None:
+    prompt, model, path = GOLDEN["tiny-k3.1"]["2.ids"].tolist(), selecting, tmp_path / "state"
     assert "--long-context unverified" in refused(model, prompt, "-c", "100")
     assert "expected the word unverified" in refused(model, prompt, "-c", "100", "--long-context", "yes")
     assert "has no indexer" in refused(extractions["tiny-k3"], prompt, "--long-context", "unverified")
-    flags = ("--long-context", "unverified", "-c", 100)
-    whole = run(model, prompt, *flags)
+    whole = run(model, prompt, *LONG)
     assert len(whole["ids"]) == 24 and whole["ids"] != GOLDEN["tiny-k3.1"]["q8.2.greedy"].tolist()
-    assert run(model, prompt, *flags, "--exact-prefill")["ids"] == run(model, prompt, *flags, "--chunk", 7)["ids"] == whole["ids"]
-    text = ("--ids-file", DATA / "tiny-k3.1" / "golden.safetensors", "--key", "2.ids", "--device", "cpu")
-    ran("score", "-m", model, *text, *flags, "--out", tmp_path / "logits")
+    assert run(model, prompt, *LONG, "--exact-prefill")["ids"] == run(model, prompt, *LONG, "--chunk", 7)["ids"] == whole["ids"]
+    scored = ("--ids-file", DATA / "tiny-k3.1" / "golden.safetensors", "--key", "2.ids", "--device", "cpu")
+    ran("score", "-m", model, *scored, *LONG, "--out", tmp_path / "logits")
     assert load_file(tmp_path / "logits")["logits"][-1].argmax() == whole["ids"][0]
-    run(model, prompt[:N_SAVED], *flags, "--state-out", path)
-    assert run(model, prompt, *flags, "--state-in", path)["ids"] == whole["ids"]
+    run(model, prompt[:N_SAVED], *LONG, "--state-out", path)
+    assert run(model, prompt, *LONG, "--state-in", path)["ids"] == whole["ids"]
     assert run(extractions["tiny-k3.1"], prompt, "--long-context", "unverified")["ids"] == GOLDEN["tiny-k3.1"]["q8.2.greedy"].tolist()
+
+
+def test_a_server_of_a_long_context_goes_on_from_a_kept_state_with_its_index_keys(selecting: Path) -> None:
+    prompt = GOLDEN["tiny-k3.1"]["2.ids"].tolist()
+    with serving(selecting, *LONG, "--exact-prefill", "--device", "cpu") as served:
+
+        def answered(ids: list[int]) -> tuple[list[int], int]:
+            body = text(prompt=ids, max_tokens=24, temperature=0, return_token_ids=True)
+            found = served.post(COMPLETION, body).json()
+            return found["choices"][0]["token_ids"], found["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        first, _ = answered(prompt)
+        longer = [*prompt, *first, 7, 8, 9]
+        second, n_cached = answered(longer)
+        log = served.log.read_text()
+    assert n_cached == len(prompt) + len(first) - 1
+    assert first == run(selecting, prompt, *LONG, "--exact-prefill")["ids"]
+    assert second == run(selecting, longer, *LONG, "--exact-prefill")["ids"]
+    assert "long context, unverified: the indexer selects positions" in log
+
+
+def test_a_talk_beyond_the_indexer_s_top_k_needs_the_flag_too(selecting: Path) -> None:
+    assert "--long-context unverified" in talked(selecting, "hello\n", "-c", 300).err
+    long = talked(selecting, "hello\nand more\n", "--long-context", "unverified", "-c", 300, "-n", 5, "--temp", 0)
+    assert long.code == 0 and "long context, unverified" in long.err, long
+    assert talked(selecting, "", "--long-context", "yes").code == 2

@@ -42,8 +42,18 @@ def lengthen(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"\0")
 
 
+def become_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def become_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 def run_verify(home: Path, *flags: object) -> Outcome:
-    return command("kprep", "verify-hashes", home / "manifest.yaml", *flags)
+    return command("kprep", "verify-hashes", home / "manifest.yaml", *flags, timeout=30)
 
 
 def found_damage(outcome: Outcome, *parts: str) -> None:
@@ -87,10 +97,12 @@ def test_a_flipped_byte_anywhere_in_an_expert_file_is_named(prepared_copy: Path,
         (cut, f"{EXPERT} has 9791 bytes, expected 9792"),
         (lengthen, f"{EXPERT} has 9793 bytes, expected 9792"),
         (lambda path: path.write_bytes(b""), f"{EXPERT} has 0 bytes, expected 9792"),
+        (become_fifo, f"{EXPERT} is a FIFO, expected a file"),
+        (become_directory, f"{EXPERT} is a directory, expected a file: move it away"),
     ],
-    ids=["missing", "short", "long", "empty"],
+    ids=["missing", "short", "long", "empty", "FIFO", "directory"],
 )
-def test_an_expert_file_of_another_size_is_named(prepared_copy: Path, damage: Callable[[Path], object], what: str) -> None:
+def test_an_expert_file_of_another_size_or_kind_is_named(prepared_copy: Path, damage: Callable[[Path], object], what: str) -> None:
     damage(prepared_copy / "experts" / EXPERT)
     found_damage(run_verify(prepared_copy), f"layer 5 expert 11 on {prepared_copy / 'experts'} (tier A): {what}")
 
@@ -114,7 +126,7 @@ def test_all_bad_files_are_named_at_once_and_nothing_is_changed(prepared_copy: P
         f"{prepared_copy}/spine.gguf: xxh3-128 ",
         f"{prepared_copy}/tokenizer/tiktoken.model: xxh3-128 ",
         f"{prepared_copy}/tokenizer/config.json: cannot be read",
-        f"{experts}/experts.xxh128: does not list the 144 experts of this drive",
+        f"{experts}/experts.xxh128: does not list the 144 experts of this drive by hash",
     )
     assert "kprep: 3 bad expert files and 4 other bad files" in outcome.err
     assert {path: path.read_bytes() for path in prepared_copy.rglob("*") if path.is_file()} == before
@@ -126,12 +138,25 @@ def test_a_flipped_byte_anywhere_in_the_spine_is_named(prepared_copy: Path, at: 
     found_damage(run_verify(prepared_copy), f"{prepared_copy}/spine.gguf: xxh3-128 ", "differs from the manifest's", "restores it")
 
 
+def test_a_repair_does_not_wait_for_a_fifo_in_the_place_of_a_copy_that_was_not_read(two_copies: tuple[Path, Path, Path]) -> None:
+    home, a, b = two_copies
+    become_fifo(a / EXPERT)
+    (b / EXPERT).unlink()
+    found_damage(run_verify(home, "--drive", b, "--repair"), "layer 5 expert 11", f"{EXPERT} is missing or cannot be opened")
+
+
 @pytest.mark.parametrize(
     ("damage", "what"),
-    [(cut, "bytes, expected"), (lengthen, "bytes, expected"), (Path.unlink, "cannot be read: No such file")],
-    ids=["short", "long", "missing"],
+    [
+        (cut, "bytes, expected"),
+        (lengthen, "bytes, expected"),
+        (Path.unlink, "is missing or cannot be opened: No such file"),
+        (become_fifo, "is a FIFO, expected a file"),
+        (become_directory, "is a directory, expected a file"),
+    ],
+    ids=["short", "long", "missing", "FIFO", "directory"],
 )
-def test_a_spine_of_another_size_is_named(prepared_copy: Path, damage: Callable[[Path], object], what: str) -> None:
+def test_a_spine_of_another_size_or_kind_is_named(prepared_copy: Path, damage: Callable[[Path], object], what: str) -> None:
     damage(prepared_copy / "spine.gguf")
     found_damage(run_verify(prepared_copy), f"{prepared_copy}/spine.gguf: ", what, "restores it")
 

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from layout.prepared import open_prepared
+from layout.sizes import counted
 from layout.terminal import ProgressLine, note, say
 from manifests.errors import UsageError
 from manifests.manifest import TIERS
@@ -47,4 +48,5 @@ def adopt_command(
     with ProgressLine() as progress:
         new = adopt_into_manifest(prepared, directory, tier=tier or "C", on_progress=progress)
     note(f"{directory}: nothing was copied or changed but its experts.xxh128")
-    say(f"{prepared.path}: generation {new.generation}; {int(new.drives[-1].holds.sum())} experts on {directory} (tier {new.drives[-1].tier})")
+    drive = new.drives[-1]
+    say(f"{prepared.path}: generation {new.generation}; {counted(int(drive.holds.sum()), 'expert')} on {directory} (tier {drive.tier})")

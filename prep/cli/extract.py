@@ -8,7 +8,7 @@ import typer
 from layout.checkpoint import Checkpoint, open_checkpoint
 from layout.drives import shares_device
 from layout.prepared import open_prepared
-from layout.sizes import format_size
+from layout.sizes import counted, format_size
 from layout.terminal import ProgressLine, note, say
 from manifests.errors import UsageError
 from manifests.manifest import Manifest
@@ -71,7 +71,7 @@ def _extract_only(checkpoint: Path, out: Path, only: str, requests: list[DriveRe
     request = requests[0] if requests else None
     with ProgressLine() as progress:
         done = extract_only(checkpoint, prepared, experts, request, reserve_bytes=reserve_bytes, on_progress=progress)
-    say(f"{prepared.path}: generation {done.manifest.generation}; {done.n_written} expert files written, {done.n_intact} were there and intact")
+    say(f"{prepared.path}: generation {done.manifest.generation}; {counted(done.n_written, 'expert file')} written, {done.n_intact} there and intact")
 
 
 def open_for_extraction(checkpoint: Path, out: Path) -> Checkpoint:
@@ -79,9 +79,11 @@ def open_for_extraction(checkpoint: Path, out: Path) -> Checkpoint:
     source = open_checkpoint(checkpoint, saved_headers=saved_headers(out))
     for remark in source.facts.remarks:
         note(f"remark: {remark}")
-    note(f"{checkpoint}: {source.facts.architecture}, {len(source.tensors)} tensors in {len(source.shards)} shards, read {source.read_mode}")
+    note(
+        f"{checkpoint}: {source.facts.architecture}, {len(source.tensors)} tensors in {counted(len(source.shards), 'shard')}, read {source.read_mode}"
+    )
     if source.vision_tensors:
-        note(f"left out: {len(source.vision_tensors)} vision tensors (images are not supported)")
+        note(f"left out: {counted(len(source.vision_tensors), 'vision tensor')} (images are not supported)")
     home = next(p for p in (out.resolve(), *out.resolve().parents) if p.exists())
     if home.is_dir() and shares_device(checkpoint, home):
         note("source and output are on one device: it reads and writes in turn, and takes about the sum of both times")
@@ -101,5 +103,5 @@ def run_extraction(source: Checkpoint, out: Path, settings: Settings) -> None:
         n_files = int(drive.holds.sum())
         directory = Manifest.drive_directory(drive, out / MANIFEST_NAME)
         n_bytes = manifest.record.n_bytes
-        say(f"experts  {directory} (tier {drive.tier}): {n_files} files of {n_bytes} bytes, {format_size(n_files * n_bytes)}")
+        say(f"experts  {directory} (tier {drive.tier}): {counted(n_files, 'file')} of {n_bytes} bytes, {format_size(n_files * n_bytes)}")
     say(f"manifest {out / MANIFEST_NAME}: generation {manifest.generation}")

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from layout.config import K3, K31
+from layout.sizes import counted
 from layout.terminal import ProgressLine, say
 from manifests.errors import UsageError
 from manifests.geometry import known_geometries, load_geometry
@@ -39,4 +40,4 @@ def make_tiny_command(
 
         make_checkpoint(out, shape, architecture=ARCHITECTURES[name], seed=seed, on_progress=on_progress, is_sparse=sparse)
     values = "holes for data" if sparse else f"seed {seed}"
-    say(f"made {out}: {ARCHITECTURES[name]}, {shape.n_layers} layers, {shape.n_experts} experts a layer, {values}")
+    say(f"made {out}: {ARCHITECTURES[name]}, {counted(shape.n_layers, 'layer')}, {counted(shape.n_experts, 'expert')} a layer, {values}")

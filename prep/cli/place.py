@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from layout.prepared import Prepared, open_prepared
-from layout.sizes import format_rate, format_size, parse_size
+from layout.sizes import counted, format_rate, format_size, parse_size
 from layout.terminal import ProgressLine, note, say
 from manifests.errors import UsageError
 from prep.cli.arguments import LIMIT_HELP, MANIFEST_HELP, RESERVE_HELP, drive_requests, reserve_of
@@ -103,7 +103,8 @@ def place_command(
     if as_json:
         say(json.dumps(document | {"is_dry_run": is_dry_run, "generation": None if manifest is None else manifest.generation}))
     elif manifest is None:
-        say(f"{'dry run' if dry_run else '--what-if'}: nothing was changed")
+        again = "; what was measured is not kept: to place measures again, and may plan a little otherwise" if measure_drives else ""
+        say(f"{'dry run' if dry_run else '--what-if'}: nothing was changed{again}")
     else:
         say(f"{path}: generation {manifest.generation}; the former one is kept in {path.with_suffix('.history').name}/")
 
@@ -154,7 +155,7 @@ def _roll_back(path: Path, text: str, *, as_json: bool) -> None:
         say(json.dumps([{"generation": f.generation, "created": f.manifest.created, "drives": _drives_of(f)} for f in kept]))
         return
     for former in kept:
-        drives = "; ".join(f"{d['tier']} {d['directory']}: {d['n_files']} experts" for d in _drives_of(former))
+        drives = "; ".join(f"{d['tier']} {d['directory']}: {counted(d['n_files'], 'expert')}" for d in _drives_of(former))
         say(f"generation {former.generation}, {former.manifest.created}: {drives}")
     if not kept:
         say(f"{path}: no former manifest is kept")

@@ -66,9 +66,11 @@ def verify_command(
     if not as_json:
         trusted = f", {findings.n_trusted} more by their receipts" if findings.n_trusted else ""
         n_all = sum(int(d.holds.sum()) for d in prepared.manifest.drives)
-        part = "" if selection.n_records == n_all else f" of {n_all}"
+        files = counted(findings.n_records, "expert file")
+        if selection.n_records != n_all:
+            files = f"{findings.n_records} of {counted(n_all, 'expert file')}"
         say(
-            f"{'restored; all else is' if restored else 'all'} intact: {findings.n_records}{part} expert files "
+            f"{'restored; all else is' if restored else 'all'} intact: {files} "
             f"({format_size(findings.n_bytes)}{f' on {drive}' if drive else ''}{trusted}), spine, tokenizer, hash lists"
         )
 

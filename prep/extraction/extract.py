@@ -19,9 +19,10 @@ from layout.config import end_ids_of
 from layout.direct import Extent, aligned_buffer, probe_directory, read_extent, round_up, span_bytes
 from layout.gather import gather_record
 from layout.hash_lists import HASH_LIST_NAME, xxh3_128_hex, xxh3_128_of_file
-from layout.holes import find_holes, first_hole
+from layout.holes import file_fault, find_holes, size_fault
 from layout.parallel import run_parallel
 from layout.record import LAYOUT_NAME, NIBBLE_ORDER, SCALE_KIND, expert_file_name, parse_expert_file_name
+from layout.sizes import counted
 from layout.tensors import expert_tensor_names
 from layout.writer import sync_directory, write_bytes, write_record
 from manifests.errors import BadInputError, DamagedDataError, UsageError, listed
@@ -144,7 +145,7 @@ def _restored(checkpoint: Checkpoint, out: Path, manifest: Manifest, on_progress
 
 def _is_spine(path: Path, spine: Spine) -> bool:
     try:
-        return first_hole(path) is None and xxh3_128_of_file(path, spine.n_bytes) == spine.xxh3_128
+        return file_fault(path, spine.n_bytes) is None and xxh3_128_of_file(path, spine.n_bytes) == spine.xxh3_128
     except (OSError, DamagedDataError):
         return False
 
@@ -170,10 +171,11 @@ def _check_vacant(requests: Sequence[DriveRequest]) -> None:
     """Raise UsageError for a directory with experts' files: they may be the only ones of another model, and have the names of ours."""
     for request in requests:
         names = sorted(path.name for path in request.directory.iterdir() if parse_expert_file_name(path.name))
+        files = counted(len(names), "file")
         if names:
             raise UsageError(
-                f"--tier {request.tier}={request.directory}: holds experts' files already, {names[0]} and {len(names) - 1} more, which would be "
-                "written over; name an empty directory, or remove them if no model needs them (kprep adopt takes over those of this model)"
+                f"--tier {request.tier}={request.directory}: holds {files} of experts already, the first {names[0]}, which would "
+                "be written over; name an empty directory, or remove them if no model needs them (kprep adopt takes over those of this model)"
             )
 
 
@@ -233,7 +235,7 @@ class _Extraction:
             known = np.argwhere(self.journal.done.hashes.is_known & (self.home == number)).tolist()
             if known and not any(self.record_path(*place).exists() for place in known):
                 raise UsageError(
-                    f"{directory}: none of the {len(known)} experts that {JOURNAL_NAME} names is there: mount the drive; "
+                    f"{directory}: none of the {counted(len(known), 'expert')} that {JOURNAL_NAME} names is there: mount the drive; "
                     "if they were removed, remove the output and start again"
                 )
 
@@ -265,9 +267,8 @@ class _Extraction:
         shards = {self.checkpoint.shards[self.checkpoint.tensors[name].shard].name for name in names}
         gone = sorted(shards & set(self.journal.done.released))
         if gone:
-            raise DamagedDataError(
-                listed(gone, f"{self.out}: {len(missing)} experts{' and the spine' if needs_spine else ''} must be read again; fetch these shards:")
-            )
+            what = f"{counted(len(missing), 'expert')}{' and the spine' if needs_spine else ''}"
+            raise DamagedDataError(listed(gone, f"{self.out}: {what} must be read again; fetch these shards:"))
 
     def _write_spine(self) -> None:
         # The spine goes to the output's own file system, whose reserve counts as well.
@@ -278,7 +279,7 @@ class _Extraction:
 
     def _has_spine(self) -> bool:
         entry, path = self.journal.done.spine, self.out / SPINE_NAME
-        if entry is None or not path.exists() or path.stat().st_size != entry.n_bytes or first_hole(path) is not None:
+        if entry is None or file_fault(path, entry.n_bytes) is not None:
             return False
         if self.settings.is_journal_trusted:
             return True
@@ -294,11 +295,7 @@ class _Extraction:
         return known
 
     def _is_intact(self, place: Place, buffer: memoryview, _: memoryview) -> bool:
-        path, n_bytes = self.record_path(*place), self.checkpoint.record.n_bytes
-        try:
-            if path.stat().st_size != n_bytes or first_hole(path) is not None:
-                return False
-        except OSError:
+        if file_fault(self.record_path(*place), self.checkpoint.record.n_bytes) is not None:
             return False
         return self.settings.is_journal_trusted or xxh3_128_hex(self._read_back(place, buffer)) == self.journal.done.hashes.get(*place)
 
@@ -332,7 +329,7 @@ class _Extraction:
         def test(place: Place, incoming: memoryview, outgoing: memoryview) -> bool:
             gather_record(self.checkpoint, *place, incoming=incoming, outgoing=outgoing)
             path = self.record_path(*place)
-            is_same = path.stat().st_size == n_bytes and self._read_back(place, incoming) == outgoing[:n_bytes]
+            is_same = size_fault(path, n_bytes) is None and self._read_back(place, incoming) == outgoing[:n_bytes]
             if is_same:
                 hashes.append((*place, xxh3_128_hex(outgoing[:n_bytes])))
             return is_same
@@ -342,9 +339,10 @@ class _Extraction:
             if not is_same:
                 wrong.append(f"{self.record_path(*place)}: does not hold the checkpoint's bytes of layer {place[0]} expert {place[1]}")
         if wrong:
-            raise DamagedDataError(listed(sorted(wrong), f"{len(wrong)} of {len(found)} files are not this checkpoint's; move them away, then:"))
+            what = f"not this checkpoint's: {len(wrong)} of {counted(len(found), 'file')}"
+            raise DamagedDataError(listed(sorted(wrong), f"{what}; move away what is wrong, then run the same command again:"))
         self.journal.add_experts(sorted(hashes))
-        self.on_remark(f"adopted {len(found)} expert files as they are; {len(missing) - len(found)} are still to be extracted")
+        self.on_remark(f"adopted {counted(len(found), 'expert file')} unchanged; still to be extracted: {len(missing) - len(found)}")
         return [place for place in missing if not self.journal.done.hashes.is_known[place]]
 
     def _write_experts(self, missing: list[Place]) -> None:

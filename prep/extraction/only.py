@@ -15,9 +15,11 @@ from layout.config import ConfigFacts
 from layout.direct import ReadMode, aligned_buffer, probe_directory, span_bytes
 from layout.gather import gather_record
 from layout.hash_lists import xxh3_128_hex
+from layout.holes import size_fault
 from layout.parallel import run_parallel
 from layout.prepared import Prepared
 from layout.record import expert_file_name
+from layout.sizes import counted, word_for
 from layout.tensors import expert_tensor_names
 from layout.writer import sync_directory, write_record
 from manifests.errors import BadInputError, DamagedDataError, UsageError, listed
@@ -110,7 +112,8 @@ def _targets(prepared: Prepared, sites: Sequence[Site], experts: np.ndarray, req
     if homeless:
         layer, expert = homeless[0]
         raise UsageError(
-            f"--only: layer {layer} expert {expert} and {len(homeless) - 1} more belong on drives that are gone; name one with --tier B=DIR"
+            f"--only: {counted(len(homeless), 'expert')}, the first layer {layer} expert {expert}, "
+            f"{word_for(len(homeless), 'belongs', 'belong')} on drives that are gone; name one with --tier B=DIR"
         )
     return targets
 
@@ -193,7 +196,7 @@ def _write(
 
 def _is_intact(path: Path, expected: str, n_bytes: int, mode: ReadMode, buffer: memoryview) -> bool:
     try:
-        if path.stat().st_size != n_bytes:
+        if size_fault(path, n_bytes) is not None:
             return False
         prove_file(path, expected, n_bytes=n_bytes, mode=mode, buffer=buffer)
     except (OSError, DamagedDataError):

@@ -18,7 +18,7 @@ from layout.checkpoint import Checkpoint, open_checkpoint
 from layout.direct import Extent
 from layout.drives import default_reserve, free_bytes, shares_device
 from layout.holes import find_holes
-from layout.sizes import format_rate, format_size
+from layout.sizes import counted, format_rate, format_size, word_for
 from manifests.errors import NoSpaceError, UsageError
 from manifests.geometry import Geometry
 from manifests.manifest import BASE_TIERS
@@ -158,23 +158,28 @@ class ExtractionPlan:
     def lines(self) -> list[str]:
         """Return the plan for people, a line for each fact."""
         return [
-            f"checkpoint {self.checkpoint}: {self.architecture}, {self.n_tensors:,} tensors in {self.n_shards} shards",
+            f"checkpoint {self.checkpoint}: {self.architecture}, {self.n_tensors:,} tensors in {counted(self.n_shards, 'shard')}",
             *(f"remark     {remark}" for remark in self.remarks),
             f"model      {_in_words(self.geometry)}",
             f"experts    {_exactly(self.expert_bytes)}: {self.n_expert_files:,} files of {self.record_bytes:,} bytes",
             f"spine      {_exactly(self.spine_bytes)}",
-            f"tokenizer  {_exactly(self.small_file_bytes)}: {self.n_small_files} small files",
-            f"left out   {_exactly(self.vision_bytes)}: {self.n_vision_tensors} vision tensors (images are not supported)",
-            *(_drive_line(drive) for drive in self.drives),
+            f"tokenizer  {_exactly(self.small_file_bytes)}: {counted(self.n_small_files, 'small file')}",
+            f"left out   {_exactly(self.vision_bytes)}: {counted(self.n_vision_tensors, 'vision tensor')} (images are not supported)",
+            *(_drive_line(drive, self._sharing(drive)) for drive in self.drives),
             *self._room_lines(),
             *self._time_lines(),
         ]
+
+    def _sharing(self, drive: PlannedDirectory) -> list[PlannedDirectory]:
+        """Return the drives on a drive's file system, itself among them, in their order."""
+        return [other for other in self.drives if other.file_system == drive.file_system]
 
     def _room_lines(self) -> list[str]:
         peak = f"room       {_exactly(self.peak_bytes)} at the peak, beside the checkpoint"
         if not self.drives:
             return [peak + ", all in OUT; name drives with --tier to see whether they have it"]
-        homes = [str(drive.directory) for drive in self.drives if drive.left_bytes >= self.out_bytes]
+        roomy = [drive for drive in self.drives if drive.left_bytes >= self.out_bytes]
+        homes = dict.fromkeys(" and ".join(str(other.directory) for other in self._sharing(drive)) for drive in roomy)
         home = f"that of {' or '.join(homes)} has room for it too" if homes else "none has room for it too"
         return [
             peak,
@@ -185,7 +190,7 @@ class ExtractionPlan:
     def _time_lines(self) -> list[str]:
         reading = f"reading    {format_size(self.read_bytes)}"
         if self.read_rate is None or self.read_seconds is None:
-            more = [f"           ... and {len(self.holes) - _MOST_HOLES} more shards"] if len(self.holes) > _MOST_HOLES else []
+            more = [f"           ... and {counted(len(self.holes) - _MOST_HOLES, 'more shard')}"] if len(self.holes) > _MOST_HOLES else []
             holes = [f"           {hole}" for hole in self.holes[:_MOST_HOLES]]
             return [f"{reading}; time not measured: the checkpoint is sparse, and extraction would refuse it:", *holes, *more]
         measured = f"{format_rate(self.read_rate.bytes_per_s)}, measured in {self.read_rate.seconds:.1f} s ({self.read_rate.mode})"
@@ -310,11 +315,17 @@ def _in_words(g: Geometry) -> str:
     )
 
 
-def _drive_line(drive: PlannedDirectory) -> str:
-    verdict = "fits" if drive.fits else f"does not fit: {format_size(-drive.left_bytes)} are missing"
+def _drive_line(drive: PlannedDirectory, sharing: Sequence[PlannedDirectory]) -> str:
+    """Return a drive's line. Room that several share is told with the first of them, and what is missing of it, too."""
+    first, *others = sharing
+    if drive is first:
+        shared = f", shared with {', '.join(str(other.directory) for other in others)}" if others else ""
+        verdict = "fits" if drive.fits else f"does not fit: {format_size(-drive.left_bytes)} are missing"
+        room = f"{format_size(drive.free_bytes)} free{shared}, {format_size(drive.reserve_bytes)} in reserve: {verdict}"
+    else:
+        room = f"no room of its own: on the file system of {first.directory}, counted there"
     source = "; on the checkpoint's device" if drive.is_with_source else ""
-    room = f"{format_size(drive.free_bytes)} free (file system {drive.file_system}), {format_size(drive.reserve_bytes)} in reserve"
-    return f"tier {drive.tier}     {drive.directory}: {drive.n_files:,} files, {_exactly(drive.n_bytes)}; {room}: {verdict}{source}"
+    return f"tier {drive.tier}     {drive.directory}: {drive.n_files:,} {word_for(drive.n_files, 'file')}, {_exactly(drive.n_bytes)}; {room}{source}"
 
 
 def _exactly(n_bytes: int) -> str:

@@ -14,7 +14,7 @@ from layout.checkpoint import Checkpoint, header_bytes
 from layout.direct import Extent, ReadMode, aligned_buffer, file_blocks, probe_directory, read_extent, span_bytes
 from layout.gguf_header import read_gguf_header
 from layout.hash_lists import xxh3_128_hex
-from layout.sizes import format_size
+from layout.sizes import counted, format_size
 from layout.tensors import expert_tensor_names, is_vision
 from layout.writer import sync_directory, write_bytes
 from manifests.errors import DamagedDataError
@@ -96,7 +96,9 @@ class Releaser:
             (self._out / HEADERS_DIRECTORY).mkdir(exist_ok=True)
             write_bytes(self._out / HEADERS_DIRECTORY / shard.name, header_bytes(path))
             self._journal.add_released(shard.name)
-            self._on_remark(f"{shard.name}: {n_experts} experts and {n_tensors} spine tensors proved; {format_size(shard.n_bytes)} freed")
+            self._on_remark(
+                f"{shard.name}: {counted(n_experts, 'expert')} and {counted(n_tensors, 'spine tensor')} proved; {format_size(shard.n_bytes)} freed"
+            )
         path.unlink()
         sync_directory(path.parent)
         self.freed_bytes += shard.n_bytes

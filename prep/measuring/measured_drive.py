@@ -21,7 +21,7 @@ from layout.drives import (
     link_limit_bytes_per_s,
     temperature_of,
 )
-from layout.sizes import format_rate, format_size
+from layout.sizes import counted, format_rate, format_size
 from manifests.errors import KtierError
 from prep.measuring.timed_reads import Deck, Feed, Run, read_feeds
 from prep.measuring.trial_files import record_files
@@ -85,7 +85,7 @@ class MeasuredDrive:
                 hot = f"{temperature.now:.0f} °C, and warns at {temperature.most:.0f} °C"
                 yield f"{self.directory}: {device.name} has {hot}: it reads slower to cool down; give it a heat sink or more air"
         if self.deck.n_with_holes:
-            holes = f"{self.deck.n_with_holes} files have holes, parts never written, and were left out"
+            holes = f"{counted(self.deck.n_with_holes, 'file')} with holes, parts never written, left out"
             yield f"{self.directory}: {holes}; kprep verify-hashes names them"
         if RAM not in self.facts.physical_names:
             yield from self._file_remarks()
@@ -104,7 +104,7 @@ class MeasuredDrive:
         n_bytes, n_read = deck.n_files * deck.record_bytes, deck.n_dealt * deck.record_bytes
         again = f"each was read {deck.n_dealt / deck.n_files:.1f} times ({format_size(n_read)} in all), and a cache below may have kept some"
         if self.are_trials:
-            made = f"measured on {deck.n_files} files made for it ({format_size(n_bytes)}), for it has too few experts"
+            made = f"measured on {counted(deck.n_files, 'file')} made for it ({format_size(n_bytes)}), for it has too few experts"
             repeats = f"; {again}" if deck.n_dealt > deck.n_files else ""
             yield f"{self.directory}: {made}; {_FRESH}{repeats}; measure again when its experts are a day old"
             return

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from layout.direct import Extent, ReadMode, aligned_buffer, span_bytes
 from layout.holes import first_hole
 from layout.reader import Completion, Reader, ReadRequest, spare_requests
+from layout.sizes import counted
 from manifests.errors import BadInputError, DamagedDataError, KtierError
 
 _HUGE_PAGE = 2 << 20
@@ -79,7 +80,8 @@ class Deck:
                 return extent
             self.n_with_holes += 1
         if not self._seen:
-            raise BadInputError(f"all {self.n_files} files have holes, parts never written, so a rate would be false; extract the experts again")
+            what = f"{counted(self.n_files, 'file')}, none without holes, parts never written"
+            raise BadInputError(f"{what}, so a rate would be false; extract the experts again")
         if not self._left:
             self._left = self._rng.sample(self._seen, len(self._seen))
         return self._left.pop()

@@ -18,7 +18,7 @@ from layout.hash_lists import HASH_LIST_NAME
 from layout.parallel import run_parallel
 from layout.prepared import Prepared
 from layout.record import expert_file_name
-from layout.sizes import format_size
+from layout.sizes import counted, format_size
 from layout.writer import PARTIAL_SUFFIX, replaced_file, sync_directory
 from manifests.errors import DamagedDataError, KtierError, NoSpaceError
 from manifests.load import load_manifest
@@ -264,7 +264,7 @@ class CarryOut:
         sync_directory(site.directory)
         if site.request is None:
             self._tidy_list(n)
-        self.on_remark(f"removed from {site.name}: {n_removed} files, {format_size(n_removed * self.n_bytes)}")
+        self.on_remark(f"removed from {site.name}: {counted(n_removed, 'file')}, {format_size(n_removed * self.n_bytes)}")
 
     def _tidy_list(self, n: int) -> None:
         """Let the hash list of a directory that no manifest names any more say what is left there."""

@@ -7,6 +7,7 @@ import numpy as np
 
 from layout.hash_lists import ExpertHashes, xxh3_128_hex
 from layout.prepared import Prepared
+from layout.sizes import counted
 from layout.writer import write_bytes
 from manifests.errors import BadInputError, DamagedDataError, UsageError, listed
 from manifests.load import load_manifest
@@ -91,9 +92,8 @@ def _check_copies(prepared: Prepared) -> None:
         gone += len(missing)
         faults += [f"layer {layer} expert {expert} on {prepared.drive_name(n)}" for layer, expert in missing]
     if faults:
-        heading = (
-            f"generation {prepared.manifest.generation} cannot be put back: {gone} of its copies are gone or of the wrong size; nothing was changed:"
-        )
+        what = f"{counted(gone, 'of its copies is', 'of its copies are')} gone or of the wrong size"
+        heading = f"generation {prepared.manifest.generation} cannot be put back: {what}; nothing was changed:"
         raise DamagedDataError(listed(faults, heading, most=_MOST_NAMED))
 
 

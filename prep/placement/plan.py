@@ -18,8 +18,8 @@ from prep.placement.score import Assumptions, PlanScore, ReadModel, TokenRate, p
 from prep.placement.search import Evaluation, LayerProblem, draw_reads, improve
 
 __all__ = [
-    "Assumptions", "CopyPlan", "Freest", "PlanDrive", "PlanScore", "TokenRate", "one_more_copy_set", "plan_copies", "predict_tok_per_s",
-    "score_holds", "what_if",
+    "Assumptions", "CopyPlan", "Freest", "PlanDrive", "PlanScore", "TokenRate", "plan_copies", "predict_tok_per_s", "score_holds",
+    "with_one_more_copy_set", "with_one_more_drive",
 ]  # fmt: skip
 
 # Writing a copy of every expert must make reading faster by this share of the ideal, or it is left alone.
@@ -219,46 +219,18 @@ def _codes(holds: np.ndarray) -> np.ndarray:
     return np.asarray((holds.astype(np.int64) << np.arange(len(holds))[:, None, None]).sum(axis=0))
 
 
-def what_if(
-    geometry: Geometry,
-    record_bytes: int,
-    drives: Sequence[PlanDrive],
-    *,
-    read_bytes_per_s: float,
-    capacity: int,
-    pool_free: Sequence[int],
-    is_removing: bool,
-    heat: np.ndarray | None = None,
-    links: Sequence[tuple[tuple[int, ...], float]] = (),
-    n_misses: float | None = None,
-    seed: int = 0,
-) -> CopyPlan:
-    """Return the plan with one more drive for further copies, empty, alone on its device, with room for `capacity` experts; it is the last drive."""
+def with_one_more_drive(
+    geometry: Geometry, drives: Sequence[PlanDrive], pool_free: Sequence[int], *, read_bytes_per_s: float, capacity: int
+) -> tuple[list[PlanDrive], list[int]]:
+    """Return drives and room with one more drive for further copies, empty, alone on its device, with room for `capacity` experts; it is the last."""
     nothing = np.zeros((geometry.n_layers, geometry.n_experts), np.bool_)
     one_more = PlanDrive("C", read_bytes_per_s, max((d.server for d in drives), default=-1) + 1, len(pool_free), None, nothing)
-    return plan_copies(
-        geometry, record_bytes, [*drives, one_more], pool_free=[*pool_free, capacity], is_removing=is_removing, heat=heat, links=links,
-        n_misses=n_misses, seed=seed, is_comparing=False,
-    )  # fmt: skip
+    return [*drives, one_more], [*pool_free, capacity]
 
 
-def one_more_copy_set(
-    geometry: Geometry,
-    record_bytes: int,
-    drives: Sequence[PlanDrive],
-    *,
-    pool_free: Sequence[int],
-    is_removing: bool,
-    heat: np.ndarray | None = None,
-    links: Sequence[tuple[tuple[int, ...], float]] = (),
-    n_misses: float | None = None,
-    seed: int = 0,
-) -> CopyPlan:
-    """Return the plan if the same drives had room for one more copy of every expert, shared evenly among the file systems that can still use it."""
+def with_one_more_copy_set(geometry: Geometry, drives: Sequence[PlanDrive], pool_free: Sequence[int]) -> tuple[list[PlanDrive], list[int]]:
+    """Return the same drives with room for one more copy of every expert, shared evenly among the file systems that can still use it."""
     holdable = [free + sum(int(d.present.sum()) for d in drives if d.pool == pool) for pool, free in enumerate(pool_free)]
     more = share_evenly(np.maximum(0, geometry.n_routed_experts - np.array(holdable)), geometry.n_routed_experts).tolist()
     larger = [replace(drive, limit=None if drive.limit is None else drive.limit + more[drive.pool]) for drive in drives]
-    return plan_copies(
-        geometry, record_bytes, larger, pool_free=[free + n for free, n in zip(pool_free, more, strict=True)], is_removing=is_removing, heat=heat,
-        links=links, n_misses=n_misses, seed=seed, is_comparing=False,
-    )  # fmt: skip
+    return larger, [free + n for free, n in zip(pool_free, more, strict=True)]

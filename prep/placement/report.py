@@ -1,18 +1,27 @@
 """What a placement is about to do and what it promises, as lines for people and as JSON values."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from layout.sizes import format_rate, format_size
+from layout.sizes import counted, format_rate, format_size, word_for
 from manifests.errors import UsageError
 from manifests.manifest import Profile
 from prep.measuring.fio import MOST_FILES, fio_command
 from prep.placement.heat import HeldOut
 from prep.placement.place import Placement
-from prep.placement.plan import CopyPlan, PlanScore, TokenRate, one_more_copy_set, predict_tok_per_s, what_if
+from prep.placement.plan import (
+    CopyPlan,
+    PlanDrive,
+    PlanScore,
+    TokenRate,
+    plan_copies,
+    predict_tok_per_s,
+    with_one_more_copy_set,
+    with_one_more_drive,
+)
 from prep.requests import disk_bytes
 
 # Records of tiny geometries: a GPU spends its time on other things than these, so that a prediction says nothing.
@@ -74,7 +83,7 @@ def _drive_lines(placement: Placement, n: int) -> Iterator[str]:
     drive, site, n_bytes = placement.drives[n], placement.sites[n], placement.prepared.record.n_bytes
     held, new = int(drive.holds.sum()), int(placement.to_copy(n).sum())
     yield (
-        f"tier {drive.tier}   {site.directory}: {_profile_text(drive.profile)}; holds {held} experts, {format_size(held * n_bytes)}; "
+        f"tier {drive.tier}   {site.directory}: {_profile_text(drive.profile)}; holds {counted(held, 'expert')}, {format_size(held * n_bytes)}; "
         f"{placement.score.read_share[n]:.0%} of reads, last in {placement.score.last_share[n]:.0%} of layers"
     )
     moves = ", ".join(f"{count} from {name}" for name, count in moves_from(placement, n).items())
@@ -93,8 +102,10 @@ def _unplanned_text(placement: Placement, n: int) -> list[str]:
     count = int(placement.unplanned(n).sum())
     if not count:
         return []
-    what = f"{count} unplanned files, {format_size(count * placement.prepared.record.n_bytes)},"
-    return [f"{what} will be removed once another copy is proved" if placement.problem.is_removing else f"{what} stay (--remove-unplanned)"]
+    what = f"{counted(count, 'unplanned file')}, {format_size(count * placement.prepared.record.n_bytes)},"
+    if placement.problem.is_removing:
+        return [f"{what} will be removed once another copy is proved"]
+    return [f"{what} {word_for(count, 'stays', 'stay')} (--remove-unplanned)"]
 
 
 def _profile_text(profile: Profile | None) -> str:
@@ -110,7 +121,7 @@ def _layer_line(placement: Placement, score: PlanScore) -> str:
     binding = ", ".join(placement.sites[n].name for n in score.binding)
     ideal = f", {score.ideal_s * 1e3:.3g} ms" if placement.problem.is_measured else ""
     return (
-        f"layers   mean {score.mean_ratio:.3f}, p95 {score.p95_ratio:.3f} of all drives busy ({_misses(placement)} reads{ideal}); "
+        f"layers   mean {score.mean_ratio:.3f}, p95 {score.p95_ratio:.3f} of all drives busy ({counted(_misses(placement), 'read')}{ideal}); "
         f"bound by {binding} in {score.binding_share:.0%}"
     )
 
@@ -129,7 +140,7 @@ def _plan_lines(placement: Placement) -> Iterator[str]:
     if plan.freest is not None:
         free = plan.freest
         yield (
-            f"moves    {plan.n_moves} copies to make for a mean of {plan.score.mean_ratio:.3f}; "
+            f"moves    {counted(plan.n_moves, 'copy', 'copies')} to make for a mean of {plan.score.mean_ratio:.3f}; "
             f"regarding nothing that is there: {free.n_moves} for {free.score.mean_ratio:.3f}"
         )
 
@@ -177,29 +188,19 @@ def what_if_plans(placement: Placement, *, rate_bytes_per_s: float, capacity_byt
     if not placement.problem.is_measured:
         raise UsageError("--what-if: no drive has been measured, so a rate says nothing; give --measure-drives, too")
     problem, geometry, n_bytes = placement.problem, placement.prepared.geometry, placement.prepared.record.n_bytes
+
+    def planned(drives: Sequence[PlanDrive], pool_free: Sequence[int]) -> CopyPlan:
+        return plan_copies(
+            geometry, n_bytes, drives, pool_free=pool_free, is_removing=problem.is_removing, heat=problem.heat, links=problem.links,
+            seed=problem.seed, is_comparing=False,
+        )  # fmt: skip
+
+    now, capacity = (geometry, problem.drives, problem.pool_free), min(capacity_bytes // disk_bytes(n_bytes), geometry.n_routed_experts)
     return {
-        f"one more drive of {format_rate(rate_bytes_per_s)} with {format_size(capacity_bytes)}": what_if(
-            geometry,
-            n_bytes,
-            problem.drives,
-            read_bytes_per_s=rate_bytes_per_s,
-            capacity=min(capacity_bytes // disk_bytes(n_bytes), geometry.n_routed_experts),
-            pool_free=problem.pool_free,
-            is_removing=problem.is_removing,
-            heat=problem.heat,
-            links=problem.links,
-            seed=problem.seed,
+        f"one more drive of {format_rate(rate_bytes_per_s)} with {format_size(capacity_bytes)}": planned(
+            *with_one_more_drive(*now, read_bytes_per_s=rate_bytes_per_s, capacity=capacity)
         ),
-        "room for one more copy of every expert on these drives": one_more_copy_set(
-            geometry,
-            n_bytes,
-            problem.drives,
-            pool_free=problem.pool_free,
-            is_removing=problem.is_removing,
-            heat=problem.heat,
-            links=problem.links,
-            seed=problem.seed,
-        ),
+        "room for one more copy of every expert on these drives": planned(*with_one_more_copy_set(*now)),
     }
 
 

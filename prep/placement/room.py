@@ -73,8 +73,8 @@ def quotas(drives: Sequence[PlanDrive], kept: np.ndarray, pool_room: Sequence[in
     lacking = int(missing.sum()) - int(room[is_base].sum())
     if lacking > 0:
         raise NoSpaceError(
-            f"tiers A and B have room for {kept.shape[1] * n_experts - lacking:,} of {kept.shape[1] * n_experts:,} experts: {lacking:,} experts "
-            f"({format_size(lacking * record_bytes)}) are too many; make room, raise the limit, lower the reserve or add a drive"
+            f"tiers A and B have room for {kept.shape[1] * n_experts - lacking:,} of {kept.shape[1] * n_experts:,} experts: {lacking:,} "
+            f"({format_size(lacking * record_bytes)}) too many; make room, raise the limit, lower the reserve or add a drive"
         )
     out = n_kept + _reserved(room * is_base, missing)
     for number in range(n_drives):

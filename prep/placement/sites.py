@@ -109,8 +109,9 @@ def _check_mounted(prepared: Prepared, site: Site) -> None:
     drive = prepared.manifest.drives[site.former]
     if not is_mounted(prepared, site):
         was = ", ".join(device.name for device in drive.devices if device.name) or "no device that is known"
+        held = counted(int(drive.holds.sum()), "expert")
         raise UsageError(
-            f"--tier {site.tier}={site.directory}: the manifest has {int(drive.holds.sum())} experts there, on {was} ({drive.file_system}); "
+            f"--tier {site.tier}={site.directory}: the manifest has {held} there, on {was} ({drive.file_system}); "
             f"now it is empty and part of the root file system: mount the drive, leave it out, or name another directory"
         )
 
@@ -150,8 +151,8 @@ def _check_ours(prepared: Prepared, site: Site) -> None:
         layer < n_layers and expert < n_experts and prepared.hashes.get(layer, expert) == digest for (layer, expert), digest in theirs.items()
     ):
         raise UsageError(
-            f"--tier {site.tier}={site.directory}: by its {HASH_LIST_NAME} it holds {len(theirs)} experts of another model, which would be written "
-            "over; name a directory of this model's own there, or remove that list and its experts if nothing needs them"
+            f"--tier {site.tier}={site.directory}: by its {HASH_LIST_NAME} it holds {counted(len(theirs), 'expert')} of another model, which would "
+            "be written over; name a directory of this model's own there, or remove that list and its experts if nothing needs them"
         )
 
 
@@ -166,7 +167,7 @@ def _remark(prepared: Prepared, site: Site) -> str:
         return ""
     names = ", ".join(f"layer {layer} expert {expert}" for layer, expert in gone[:_MOST_NAMED])
     more = f" and {len(gone) - _MOST_NAMED} more" if len(gone) > _MOST_NAMED else ""
-    return f"{site.name}: {len(gone)} of {int(named.sum())} files are missing or of the wrong size, and left out: {names}{more}"
+    return f"{site.name}: missing or of the wrong size, and left out: {len(gone)} of {counted(int(named.sum()), 'file')}: {names}{more}"
 
 
 def lost_experts(prepared: Prepared, sites: Sequence[Site]) -> np.ndarray:
@@ -183,7 +184,7 @@ def check_none_lost(prepared: Prepared, sites: Sequence[Site]) -> None:
     home = next((site.request for site in sites if site.request is not None and site.tier in "AB"), None)
     flag = "" if all(_has_home(prepared, sites, lost)) or home is None else f" --tier {home.tier}={home.directory}"
     heading = (
-        f"{prepared.path}: {int(lost.sum())} experts have no copy left. With those shards in CHECKPOINT, run\n"
+        f"{prepared.path}: {counted(int(lost.sum()), 'expert has', 'experts have')} no copy left. With those shards in CHECKPOINT, run\n"
         f"  kprep extract CHECKPOINT {prepared.directory} --only {only_text(lost)}{flag}\n  and then this command again. Gone are:"
     )
     raise DamagedDataError(listed(faults, heading))

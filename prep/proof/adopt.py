@@ -9,11 +9,12 @@ import numpy as np
 
 from layout.direct import Extent, aligned_buffer, probe_directory, read_extent, span_bytes
 from layout.hash_lists import HASH_LIST_NAME
-from layout.holes import first_hole
+from layout.holes import file_fault
 from layout.parallel import run_parallel
 from layout.prepared import Prepared
 from layout.reader import check_hash
 from layout.record import parse_expert_file_name
+from layout.sizes import counted
 from layout.writer import write_bytes
 from manifests.errors import BadInputError, DamagedDataError, UsageError, listed
 from manifests.manifest import Manifest
@@ -38,7 +39,8 @@ def adopt_into_manifest(prepared: Prepared, directory: Path, *, tier: str, on_pr
     holds = _expert_files(prepared, directory)
     faults = _faults(prepared, directory, holds, on_progress)
     if faults:
-        raise DamagedDataError(listed(sorted(faults), f"{len(faults)} of {int(holds.sum())} files are not this model's; nothing was registered:"))
+        what = f"not this model's: {len(faults)} of {counted(int(holds.sum()), 'file')}"
+        raise DamagedDataError(listed(sorted(faults), f"{what}; nothing was registered:"))
     write_bytes(directory / HASH_LIST_NAME, prepared.hashes.to_text(holds).encode())
     manifest = dataclasses.replace(
         prepared.manifest,
@@ -63,7 +65,7 @@ def _expert_files(prepared: Prepared, directory: Path) -> np.ndarray:
         else:
             strays.append(path.name)
     if strays:
-        raise BadInputError(f"{directory}: {sorted(strays)[0]} and {len(strays) - 1} others are experts that this model does not have")
+        raise BadInputError(f"{directory}: {counted(len(strays), 'file')} of experts that this model does not have, the first {min(strays)}")
     if not holds.any():
         raise BadInputError(f"{directory}: holds no expert files; expected names like L1-E0.bin")
     return holds
@@ -79,10 +81,8 @@ def _faults(prepared: Prepared, directory: Path, holds: np.ndarray, on_progress:
             layer, expert = place
             extent = Extent(directory / f"L{layer}-E{expert}.bin", 0, n_bytes)
             try:
-                if (size := extent.path.stat().st_size) != n_bytes:
-                    return f"{extent.path}: has {size} bytes, expected {n_bytes}"
-                if first_hole(extent.path) is not None:
-                    return f"{extent.path}: has a hole; it was never written completely"
+                if (fault := file_fault(extent.path, n_bytes)) is not None:
+                    return f"{extent.path}: {fault}"
                 check_hash(extent, read_extent(extent, buffer, mode), prepared.hashes.get(layer, expert))
             except (OSError, DamagedDataError) as error:
                 return str(error)

@@ -75,9 +75,7 @@ def repair(prepared: Prepared, findings: Findings, checkpoint: Checkpoint | None
     if checkpoint is not None and checkpoint.digest != prepared.manifest.source.digest:
         raise BadInputError(f"{checkpoint.directory}: is not the checkpoint that {prepared.path} was extracted from")
     _check_mounted(prepared, findings)
-    holds = [drive.holds.copy() for drive in prepared.manifest.drives]
-    for held, directory in zip(holds, prepared.drive_directories, strict=True):
-        held[:] &= directory.is_dir()
+    holds = [site.vouched for site in drive_sites(prepared)]
     for bad in findings.bad_records:
         holds[bad.drive][bad.layer, bad.expert] = False
     sources = Sources(prepared, holds)
@@ -95,9 +93,10 @@ def _check_mounted(prepared: Prepared, findings: Findings) -> None:
     bad = {record.drive for record in findings.bad_records}
     for n, site in enumerate(drive_sites(prepared)):
         if n in bad and site.device is not None and not is_mounted(prepared, site):
+            held = counted(int(prepared.manifest.drives[n].holds.sum()), "expert")
             raise UsageError(
-                f"{site.name}: none of its {int(prepared.manifest.drives[n].holds.sum())} experts is there, and the directory is part of the root "
-                "file system: mount the drive, or leave it out with kprep place; nothing was restored"
+                f"{site.name}: none of its {held} is there, and the directory is part of the root file system: mount the drive, or "
+                "leave it out with kprep place; nothing was restored"
             )
 
 

@@ -16,9 +16,10 @@ import xxhash
 from layout.direct import BUFFERED, Extent, ReadMode, aligned_buffer, probe_directory, span_bytes
 from layout.drives import shares_device
 from layout.hash_lists import HASH_LIST_NAME
-from layout.holes import first_hole
+from layout.holes import file_fault, size_fault
 from layout.prepared import Prepared
 from layout.reader import Completion, Reader, ReadRequest, spare_requests
+from layout.sizes import counted
 from manifests.errors import BadInputError
 from manifests.seal import has_seal
 from prep.proof.receipts import Receipts
@@ -113,7 +114,11 @@ def verify(prepared: Prepared, selection: Selection, *, receipts: Receipts, is_t
     bad_files += [fault for n in drives for fault in _verify_drive_list(prepared, n)]
     trusted = {n: receipts.unchanged(n, selection.records[n]) if is_trusting else np.zeros_like(selection.records[n]) for n in drives}
     wanted = {n: selection.records[n] & ~trusted[n] for n in drives}
-    n_bytes, bad_records, n_records, n_done = prepared.record.n_bytes, [], 0, 0
+    bad_records = [bad for n in drives for bad in _misfits(prepared, n, wanted[n])]
+    for bad in bad_records:
+        wanted[bad.drive][bad.layer, bad.expert] = False
+        receipts.forget(bad.drive, bad.layer, bad.expert)
+    n_bytes, n_records, n_done = prepared.record.n_bytes, 0, 0
     total = sum(int(records.sum()) for records in wanted.values()) * n_bytes + spine.n_bytes
     for done in read_streams(with_spine(prepared, list(wanted), record_streams(prepared, wanted), spine)):
         n_done += done.request.extent.n_bytes
@@ -123,14 +128,21 @@ def verify(prepared: Prepared, selection: Selection, *, receipts: Receipts, is_t
             spine.take(done)
             continue
         n_records += 1
-        # A read does not notice what lies behind the record.
-        if done.error is not None or _size(done.request.extent.path) != n_bytes:
+        if done.error is not None:
             bad_records.append(_bad_record(prepared, done))
             receipts.forget(*tag)
         else:
             receipts.add(*tag)
     n_trusted = sum(int(records.sum()) for records in trusted.values())
     return Findings(drives, gone, n_records, n_trusted, n_records * n_bytes, sorted(bad_records), [*spine.faults(), *bad_files])
+
+
+def _misfits(prepared: Prepared, drive: int, wanted: np.ndarray) -> Iterator[BadRecord]:
+    """Yield the wanted records in whose place there is no file of their size: a read does not notice what follows, and one of a FIFO never ends."""
+    for layer, expert in np.argwhere(wanted).tolist():
+        path = prepared.expert_extent(drive, layer, expert).path
+        if (fault := size_fault(path, prepared.record.n_bytes)) is not None:
+            yield BadRecord(drive, layer, expert, f"{path.name} {fault}")
 
 
 def record_streams(prepared: Prepared, wanted: dict[int, np.ndarray]) -> list[Stream]:
@@ -216,12 +228,10 @@ class Spine:
         self.mode = BUFFERED
         try:
             self.mode = probe_directory(self._path.parent)
-            found = self._path.stat().st_size
         except (OSError, BadInputError) as error:
             self._note(error)
         else:
-            if found != self._expected.n_bytes:
-                self._error = f"has {found} bytes, expected {self._expected.n_bytes}"
+            self._error = size_fault(self._path, self._expected.n_bytes) or ""
 
     @property
     def n_bytes(self) -> int:
@@ -267,25 +277,14 @@ def _mode_of(directory: Path) -> ReadMode:
 
 def _bad_record(prepared: Prepared, done: Completion) -> BadRecord:
     drive, layer, expert = done.request.tag
-    size = _size(done.request.extent.path)
-    if size is None:
-        what = f"{done.request.extent.path.name} is missing or cannot be opened: {getattr(done.error, 'strerror', done.error)}"
-    elif size != prepared.record.n_bytes:
-        what = f"{done.request.extent.path.name} has {size} bytes, expected {prepared.record.n_bytes}"
-    elif first_hole(done.request.extent.path) is not None:
-        what = f"{done.request.extent.path.name} has a hole: a part of it was never written"
+    path = done.request.extent.path
+    if (fault := file_fault(path, prepared.record.n_bytes)) is not None:
+        what = f"{path.name} {fault}"
     elif isinstance(done.error, OSError):
-        what = f"{done.request.extent.path.name} cannot be read: {done.error.strerror}"
+        what = f"{path.name} cannot be read: {done.error.strerror}"
     else:
-        what = str(done.error).removeprefix(f"{done.request.extent.path}: ")
+        what = str(done.error).removeprefix(f"{path}: ")
     return BadRecord(drive, layer, expert, what)
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None
 
 
 def _verify_drive_list(prepared: Prepared, drive: int) -> Iterator[str]:
@@ -297,8 +296,8 @@ def _verify_drive_list(prepared: Prepared, drive: int) -> Iterator[str]:
         yield f"{path}: cannot be read: {error.strerror}; kprep place with the same drives writes it anew"
         return
     if found != expected:
-        n_held = int(prepared.manifest.drives[drive].holds.sum())
-        yield f"{path}: does not list the {n_held} experts of this drive with their hashes; kprep place with the same drives writes it anew"
+        held = counted(int(prepared.manifest.drives[drive].holds.sum()), "expert")
+        yield f"{path}: does not list the {held} of this drive by hash; kprep place with the same drives writes it anew"
 
 
 def _verify_tokenizer(prepared: Prepared) -> Iterator[str]:

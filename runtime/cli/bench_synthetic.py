@@ -10,7 +10,7 @@ import torch
 
 from layout.direct import probe_directory
 from layout.record import record_layout
-from layout.sizes import format_rate, format_size
+from layout.sizes import counted, format_rate, format_size
 from layout.terminal import ProgressLine, note, say
 from layout.writer import write_bytes
 from manifests.errors import UsageError
@@ -114,9 +114,11 @@ def _drives(texts: list[str]) -> tuple[EmulatedDrive, ...]:
 def _check(asked: Asked, geometry: Geometry) -> None:
     n_positions, n_experts = (asked.n_warm + asked.n_tokens) * asked.n_rows, geometry.n_routed_experts
     if n_positions > geometry.max_context:
-        raise UsageError(f"--warm, -n and --rows make a text of {n_positions} tokens; this model takes at most {geometry.max_context} here")
+        raise UsageError(
+            f"--warm, -n and --rows make a text of {counted(n_positions, 'token')}; this model takes at most {geometry.max_context} here"
+        )
     if asked.n_files > n_experts:
-        raise UsageError(f"--expert-files {asked.n_files}: there are no more than {n_experts} experts to read from them")
+        raise UsageError(f"--expert-files {asked.n_files}: there are no more than {counted(n_experts, 'expert')} to read from them")
     # What is wrong with a routing shows before anything is made.
     make_routing(asked.routing, geometry, 1, seed=asked.seed)
 
@@ -161,17 +163,17 @@ def _effective(
 ) -> list[str]:
     """Return what is emulated and what the settings became, one line each."""
     g, size = model.geometry, format_size(model.record.n_bytes)
-    files = f"{asked.n_files} record files of {size} in each directory"
+    files = f"{counted(asked.n_files, 'record file')} of {size} in each directory"
     files += f", {n_there} of all were there" if n_there else ""
     files += ", kept" if asked.is_keeping_files else ", those made are removed afterwards"
     return [
         f"emulated: geometry {asked.geometry} over a random spine of {format_size(spine)}, seed {asked.seed}; the text means nothing",
-        f"emulated: {g.n_routed_experts} experts, {len(g.moe_layers)} layers of {g.n_experts}, on {files}",
+        f"emulated: {g.n_routed_experts} experts, {counted(len(g.moe_layers), 'layer')} of {g.n_experts}, on {files}",
         *(_drive_line(drive, model, n) for n, drive in enumerate(drives)),
         f"device {device}, torch {torch.__version__}, float32",
         f"kernels: {kernels}",
-        f"routing {asked.routing}; {asked.n_tokens} steps counted after {asked.n_warm} to warm up, rows in each {asked.n_rows}",
-        f"prefetch {asked.n_prefetch} experts of each layer; reads not hashed",
+        f"routing {asked.routing}; {counted(asked.n_tokens, 'step')} counted after {asked.n_warm} to warm up, rows in each {asked.n_rows}",
+        f"prefetch {counted(asked.n_prefetch, 'expert')} of each layer; reads not hashed",
         str(budgets.vram),
         str(budgets.host),
     ]

@@ -16,13 +16,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from layout.sizes import format_size
+from layout.sizes import counted, format_size
 from layout.terminal import note, write_text
 from manifests.errors import BadInputError, DeviceError, Interrupted, KtierError, UsageError
 from runtime.chat.format import EFFORTS
 from runtime.chat.session import STOPPED, ChatSession, ChatSettings, Turn
 from runtime.cli.arguments import (
     HOST_OPTION,
+    LONG_CONTEXT_OPTION,
     PREFETCH_OPTION,
     TIER_CAP_OPTION,
     VERIFY_EVERY,
@@ -34,12 +35,13 @@ from runtime.cli.arguments import (
     ExactPrefillOption,
     ManifestOption,
     RequireDirectOption,
+    is_long_context,
     parse_tier_caps,
 )
 from runtime.cli.live import LiveLine
 from runtime.engine import DEFAULT_CHUNK, Options
 from runtime.memory import AUTO
-from runtime.serving.prefixes import ServingEngine, kept_bytes
+from runtime.serving.prefixes import ServingEngine
 from runtime.serving.queue import Cancelled
 from runtime.tokens import load_tokenizer
 
@@ -74,6 +76,7 @@ def chat_command(
     vram_cache: Annotated[str, VRAM_OPTION] = AUTO,
     host_pool: Annotated[str, HOST_OPTION] = AUTO,
     chunk: ChunkOption = DEFAULT_CHUNK,
+    long_context: Annotated[str | None, LONG_CONTEXT_OPTION] = None,
     exact_prefill: ExactPrefillOption = False,
     verify_reads: Annotated[int, VERIFY_OPTION] = VERIFY_EVERY,
     prefetch: Annotated[int, PREFETCH_OPTION] = 0,
@@ -87,6 +90,7 @@ def chat_command(
     options = Options(
         device=device, vram_cache=vram_cache, host_pool=host_pool, context=context, chunk=chunk, is_exact_prefill=exact_prefill,
         verify_reads=verify_reads, n_prefetch=prefetch, tier_caps=parse_tier_caps(tier_cap), is_direct_required=require_direct,
+        is_long_context=is_long_context(long_context),
     )  # fmt: skip
     screen = Screen(Console(highlight=False))
     with ServingEngine(manifest, options, n_kept=N_KEPT, on_remark=screen.note) as engine:
@@ -104,9 +108,9 @@ def _settings_lines(session: ChatSession) -> Iterator[str]:
     settings, engine = session.settings, session.engine
     drawn = f"temperature {settings.temperature:g}, top-p {settings.top_p:g}, seed {session.sampler.seed}"
     thinking = f"thinking, effort {settings.effort or 'not said'}" if settings.is_thinking else "no thinking"
-    most = f"at most {settings.n_tokens} tokens" if settings.n_tokens else "as many tokens as the context has left"
+    most = f"at most {counted(settings.n_tokens, 'token')}" if settings.n_tokens else "as many tokens as the context has left"
     yield f"each answer {most}; {drawn if settings.temperature else 'the likeliest token each time'}; {thinking}"
-    yield f"{N_KEPT} states kept between turns, up to {format_size(kept_bytes(engine.geometry, engine.context))} of host memory each"
+    yield f"{N_KEPT} states kept between turns, up to {format_size(engine.kept_bytes(engine.context))} of host memory each"
 
 
 class Screen:
@@ -161,7 +165,7 @@ def answer(session: ChatSession, screen: Screen, text: str, *, check: Callable[[
         check()
         n_new, share = session.engine.timing.n_prompt, session.engine.prompt_share
         if n_new and share < 1:
-            screen.live.show(f"prompt pass {share:.0%} of {n_new} tokens")
+            screen.live.show(f"prompt pass {share:.0%} of {counted(n_new, 'token')}")
 
     try:
         turn = session.turn(text, on_delta=screen.show, check=look)
@@ -178,8 +182,9 @@ def _remarks(turn: Turn, session: ChatSession) -> Iterator[str]:
     if turn.ended_by == STOPPED:
         yield "stopped; what was said stays in the conversation"
     if turn.ended_by == "length":
-        full = f"the context of {session.engine.context} tokens is full; /reset begins anew"
-        yield f"cut: {full if turn.is_full else f'an answer has at most {session.settings.n_tokens} tokens (-n)'}"
+        full = f"the context of {counted(session.engine.context, 'token')} is full; /reset begins anew"
+        most = f"an answer has at most {counted(session.settings.n_tokens or 0, 'token')} (-n)"
+        yield f"cut: {full if turn.is_full else most}"
     if turn.tools:
         yield f"the model called tools that there are not: {', '.join(map(repr, turn.tools))}"
 
@@ -200,9 +205,9 @@ def obey(session: ChatSession, screen: Screen, line: str) -> bool:
             session.reset()
             screen.note("a new conversation")
         case "/save":
-            screen.note(f"{path}: {session.save(path)} messages written")
+            screen.note(f"{path}: {counted(session.save(path), 'message')} written")
         case "/load":
-            screen.note(f"{path}: {session.load(path)} messages; their tokens are computed with the next turn")
+            screen.note(f"{path}: {counted(session.load(path), 'message')}; the tokens are computed with the next turn")
         case "/stats":
             for each in session.stats_lines():
                 screen.note(each)
@@ -241,7 +246,7 @@ def _run_lines(session: ChatSession, screen: Screen) -> None:
             n_failed += 1
             screen.note(f"line {n_lines}: {error}")
     if n_failed:
-        raise KtierError(f"{n_failed} of {n_lines} lines could not be done; see above")
+        raise KtierError(f"{n_failed} of {counted(n_lines, 'line')} could not be done; see above")
 
 
 def _text_of(line: bytes) -> str:

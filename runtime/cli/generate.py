@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from layout.sizes import format_size
+from layout.sizes import counted, format_size
 from layout.terminal import note, say, write_text
 from layout.writer import write_bytes
 from manifests.errors import BadInputError, UsageError
@@ -120,14 +120,15 @@ def generate_command(
     if state_in is not None:
         saved = read_state(state_in, prepared.manifest, context=limit, arithmetic=options.arithmetic, is_long_context=options.is_long_context)
         n_new = len(new_ids(saved, prompt_ids, where=f"--state-in {state_in}"))
-        note(f"{state_in}: {len(saved.ids)} tokens in {saved.arithmetic.value} arithmetic, made on {saved.made_on}; {n_new} are new")
+        tokens, new = counted(len(saved.ids), "token"), counted(n_new, "is", "are")
+        note(f"{state_in}: {tokens} in {saved.arithmetic.value} arithmetic, made on {saved.made_on}; {new} new")
     keep = None if state_out is None else partial(_write_state, state_out, prepared.manifest)
     log = RoutingLog(prepared.geometry) if heat_out or trace_out else None
     live = LiveLine(is_shown=can_show_live(is_text_on_stdout=not as_json))
     with Engine(prepared, options, on_remark=live.note, routing_log=log) as engine:
         drawn = f"temperature {temp}, top-p {top_p}, seed {sampler.seed}" if temp > 0 else "the likeliest token each time"
         drafts = "no drafter" if choice is None else f"drafter {choice}, gate {draft_gate or ADAPTIVE}"
-        effective = [*engine.effective(), f"at most {n_tokens} tokens; {drawn}; {drafts}"]
+        effective = [*engine.effective(), f"at most {counted(n_tokens, 'token')}; {drawn}; {drafts}"]
         for line in effective:
             note(line)
         if saved is not None:
@@ -143,7 +144,7 @@ def generate_command(
         say(json.dumps(document, ensure_ascii=False))
     else:
         write_text("\n")
-        for line in [f"{len(document['ids'])} tokens, ended by {document['finish']}", *statistics_lines(document["stats"])]:
+        for line in [f"{counted(len(document['ids']), 'token')}, ended by {document['finish']}", *statistics_lines(document["stats"])]:
             note(line)
     if stats_json is not None:
         command = ["krun", *sys.argv[1:]]
@@ -173,17 +174,17 @@ def _drafter_of(drafter: str | None, draft_gate: str | None, *, log_flags: dict[
 
 def _write_state(path: Path, manifest: Manifest, saved: SavedState) -> None:
     write_state(path, saved, manifest)
-    note(f"{path}: the state after {len(saved.ids)} tokens, {format_size(path.stat().st_size)}")
+    note(f"{path}: the state after {counted(len(saved.ids), 'token')}, {format_size(path.stat().st_size)}")
 
 
 def _write_log(log: RoutingLog, heat_out: Path | None, trace_out: Path | None, model: str) -> None:
     if heat_out is not None:
         write_heat(heat_out, log.heat())
-        note(f"{heat_out}: uses of {int((log.heat() > 0).sum())} experts")
+        note(f"{heat_out}: uses of {counted(int((log.heat() > 0).sum()), 'expert')}")
     if trace_out is not None:
         trace = log.trace()
         write_trace(trace_out, trace, {"model": model})
-        note(f"{trace_out}: the experts of {len(trace)} tokens")
+        note(f"{trace_out}: the experts of {counted(len(trace), 'token')}")
 
 
 def _prompt_reader(prompt: str | None, ids: str | None, prompt_file: Path | None) -> Callable[[Tokenizer], list[int]]:

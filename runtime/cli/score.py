@@ -8,6 +8,7 @@ import typer
 
 from layout.checkpoint import open_checkpoint
 from layout.config import K31
+from layout.sizes import counted
 from layout.terminal import note, say
 from manifests.errors import UsageError
 from runtime.bench.comparison import compare_logits
@@ -82,7 +83,7 @@ def score_command(
     facts |= {"arithmetic": arithmetic, "ids_file": ids_file.name, "key": key}
     if out is not None:
         write_logits(out, logits, facts)
-        note(f"{out}: logits of {len(text)} positions, {facts['weights']}, {arithmetic} arithmetic")
+        note(f"{out}: logits of {counted(len(text), 'position')}, {facts['weights']}, {arithmetic} arithmetic")
     if against is not None and other is not None:
         result = compare_logits(logits, same_shape(other, logits, against))
         if as_json:
@@ -90,7 +91,7 @@ def score_command(
         else:
             say(
                 f"mean KL({against.name} || this) {result.mean_kl:.3e} nats, equal argmax {result.equal_argmax:.4f}, "
-                f"largest difference {result.max_difference:.3e}, {len(text)} positions"
+                f"largest difference {result.max_difference:.3e}, {counted(len(text), 'position')}"
             )
     elif as_json:
         say(json.dumps({"out": str(out), "n_positions": len(text), **facts}))

@@ -6,11 +6,12 @@ from typing import Annotated
 
 import typer
 
-from layout.sizes import format_size
+from layout.sizes import counted, format_size
 from layout.terminal import note
 from manifests.errors import UsageError
 from runtime.cli.arguments import (
     HOST_OPTION,
+    LONG_CONTEXT_OPTION,
     PREFETCH_OPTION,
     TIER_CAP_OPTION,
     VERIFY_EVERY,
@@ -22,12 +23,13 @@ from runtime.cli.arguments import (
     ExactPrefillOption,
     ManifestOption,
     RequireDirectOption,
+    is_long_context,
     parse_tier_caps,
 )
 from runtime.engine import DEFAULT_CHUNK, Options
 from runtime.memory import AUTO
 from runtime.serving.http import bind, is_loopback, listen
-from runtime.serving.prefixes import ServingEngine, kept_bytes
+from runtime.serving.prefixes import ServingEngine
 from runtime.serving.server import Server, ServerOptions
 from runtime.tokens import load_tokenizer
 
@@ -53,6 +55,7 @@ def serve_command(
     vram_cache: Annotated[str, VRAM_OPTION] = AUTO,
     host_pool: Annotated[str, HOST_OPTION] = AUTO,
     chunk: ChunkOption = DEFAULT_CHUNK,
+    long_context: Annotated[str | None, LONG_CONTEXT_OPTION] = None,
     exact_prefill: ExactPrefillOption = False,
     verify_reads: Annotated[int, VERIFY_OPTION] = VERIFY_EVERY,
     prefetch: Annotated[int, PREFETCH_OPTION] = 0,
@@ -66,6 +69,7 @@ def serve_command(
     options = Options(
         device=device, vram_cache=vram_cache, host_pool=host_pool, context=context, chunk=chunk, is_exact_prefill=exact_prefill,
         verify_reads=verify_reads, n_prefetch=prefetch, tier_caps=parse_tier_caps(tier_cap), is_direct_required=require_direct,
+        is_long_context=is_long_context(long_context),
     )  # fmt: skip
     # Before the weights are read: that takes long where they are large.
     with bind(host, port) as listener, ServingEngine(manifest, options, n_kept=keep_states, on_remark=note) as engine:
@@ -75,11 +79,11 @@ def serve_command(
         server = Server(engine, tokenizer, served, on_remark=note)
         for line in engine.effective():
             note(line)
-        each = format_size(kept_bytes(engine.geometry, engine.context))
+        each = format_size(engine.kept_bytes(engine.context))
         note(
             f"--keep-states {keep_states}: up to {each} of host memory each; --queue {queue}; --drain {drain:g} s; --read-timeout {read_timeout:g} s"
         )
-        note(f"{len(keys)} API keys" if keys else "no API key; this machine alone is answered")
+        note(counted(len(keys), "API key") if keys else "no API key; this machine alone is answered")
         # From the line below on, who connects is answered.
         listen(listener)
         address = listener.getsockname()

@@ -13,12 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from manifests.geometry import Geometry
-from runtime.decode import Decoder, LayerFacts
+from runtime.decode import Decoder, LayerFacts, empty_state
 from runtime.engine import Engine, Options, PromptProgress, Timing
 from runtime.kernels.rows import TILE_ROWS
 from runtime.saved_state import SavedState, made_on
-from runtime.state import FixedState, KdaState, LayerState, MlaState, State, initial_state
+from runtime.state import FixedState, LayerState, MlaState, State, tensors_of, with_tensors
 from runtime.stats import new_counts
 from runtime.tokens import Tokenizer
 
@@ -118,6 +117,10 @@ class ServingEngine(Engine):
         """Tokens of the last prompt that were not computed again."""
         return self.timing.n_reused
 
+    def kept_bytes(self, n_tokens: int) -> int:
+        """Return what a state kept after so many tokens takes in host memory."""
+        return empty_state(self.geometry, n_tokens, torch.device("meta"), is_long_context=self.options.is_long_context).n_bytes
+
     def begin_request(self, check: Callable[[], None]) -> None:
         """Count anew, and ask `check` from now on."""
         n_drives = len(self.prepared.manifest.drives)
@@ -178,14 +181,5 @@ def on_host(state: FixedState | State) -> State:
 
 
 def _layer_on_host(layer: LayerState, n_tokens: int) -> LayerState:
-    if isinstance(layer, MlaState):
-        return MlaState(layer.latent[:, :n_tokens].to("cpu", copy=True), layer.k_rot[:, :n_tokens].to("cpu", copy=True))
-    return KdaState(layer.memory.to("cpu", copy=True), layer.conv.to("cpu", copy=True))
-
-
-def kept_bytes(geometry: Geometry, n_tokens: int) -> int:
-    """Return what one kept state takes in host memory."""
-    layers: Sequence[LayerState] = initial_state(geometry, 1, torch.device("meta")).layers
-    fixed = sum(t.nbytes for layer in layers if isinstance(layer, KdaState) for t in (layer.memory, layer.conv))
-    n_full = sum(isinstance(layer, MlaState) for layer in layers)
-    return fixed + 4 * n_tokens * n_full * (geometry.kv_lora_rank + geometry.qk_rope_head_dim)
+    seen = slice(n_tokens if isinstance(layer, MlaState) else None)
+    return with_tensors(layer, {name: tensor[:, seen].to("cpu", copy=True) for name, tensor in tensors_of(layer).items()})

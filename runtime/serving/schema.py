@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from layout.sizes import counted
 from manifests.errors import BadInputError
 from runtime.tokens import checked_text
 
@@ -110,7 +111,7 @@ def _read_stop(value: Any, name: str) -> tuple[str, ...]:
     for n, stop in enumerate(stops):
         at = f"{name}[{n}]"
         if not _read_text(stop, at) or len(stop) > MAX_STOP_CHARS:
-            raise ApiError(400, f"{at}: has {len(stop)} characters, expected 1 to {MAX_STOP_CHARS}", param=name)
+            raise ApiError(400, f"{at}: has {counted(len(stop), 'character')}, expected 1 to {MAX_STOP_CHARS}", param=name)
     return tuple(stops)
 
 
@@ -312,10 +313,10 @@ def room_for(n_prompt: int, asked: int | None, *, context: int, default: int | N
     """Return how many tokens to generate. Raises ApiError if prompt and answer do not fit; the message says what would."""
     left = context - n_prompt
     if left < 1:
-        what = f"the prompt has {n_prompt} tokens, but the context holds {context}, and the answer needs some of them; shorten the prompt"
+        what = f"the prompt has {counted(n_prompt, 'token')}, but the context holds {context}, and the answer needs some of them; shorten the prompt"
         raise ApiError(400, what, param="messages" if default is None else "prompt", code="context_length_exceeded")
     if asked is not None and asked > left:
-        what = f"is {asked}, but the prompt has {n_prompt} of the context's {context} tokens, so that {left} are left"
+        what = f"is {asked}, but the prompt has {n_prompt} of the context's {counted(context, 'token')}, so that {counted(left, 'is', 'are')} left"
         raise refused("max_tokens", what, code="context_length_exceeded")
     return asked if asked is not None else min(left, default or left)
 

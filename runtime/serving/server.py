@@ -26,6 +26,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from layout.sizes import counted
 from manifests.errors import BadInputError, KtierError
 from runtime.chat.format import EFFORTS, REQUEST_KEYS, Chat, encode_chat, parse_chat
 from runtime.engine import check_ids
@@ -211,7 +212,8 @@ class Server:
         try:
             self._queue.put(job)
         except QueueFull:
-            what = f"{self._queue.n_waiting} requests wait already, and no more than {self.options.n_queue} may (--queue); try again later"
+            waiting = counted(self._queue.n_waiting, "request waits", "requests wait")
+            what = f"{waiting} already, and no more than {self.options.n_queue} may (--queue); try again later"
             raise ApiError(429, what, kind="rate_limit_error", code="queue_full") from None
         except QueueClosed:
             raise self._closed() from None
@@ -252,8 +254,8 @@ class Server:
         if not task.is_begun:
             return f"queue position {self._queue.position(job)}"
         if not task.n_generated:
-            return f"prompt pass {100 * self.engine.prompt_share:.0f} % of {len(task.ids) - self.engine.n_cached} tokens"
-        return f"{task.n_generated} tokens generated"
+            return f"prompt pass {100 * self.engine.prompt_share:.0f} % of {counted(len(task.ids) - self.engine.n_cached, 'token')}"
+        return f"{counted(task.n_generated, 'token')} generated"
 
     def _failure(self, error: Exception) -> ApiError:
         """Return what the client is told; what names files is for the log alone."""

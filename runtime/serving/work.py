@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from layout.sizes import counted
 from runtime.sampler import Sampler
 from runtime.serving.metrics import Metrics, request_statistics
 from runtime.serving.prefixes import ServingEngine
@@ -154,6 +155,6 @@ class Worker:
         told = request_statistics(self.engine, n_generated=task.n_generated, queue_s=queue_s) if task.n_generated else {}
         self.metrics.end(facts | {name: told.get(name) for name in ("time_to_first_token_s", "steady_decode_tok_per_s")})
         self.on_remark(
-            f"request {task.number}: {task.name}, {len(task.ids)} prompt tokens, {self.engine.n_cached} of them kept, "
+            f"request {task.number}: {task.name}, {counted(len(task.ids), 'prompt token')}, {self.engine.n_cached} of them kept, "
             f"{task.n_generated} generated, {seconds:.1f} s; {how}"
         )
