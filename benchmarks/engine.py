@@ -27,6 +27,7 @@ from runtime.speculate import Drafting
 GB = 1e9
 # The cards and pools of the comparison: 27.5 GB in VRAM, 30 GB in host memory.
 VRAM_BYTES, POOL_BYTES = 27.5 * GB, 30 * GB
+USUAL_BYTES_PER_S = 25 * GB
 # Of the text that drafts are made for.
 PERIOD = 41
 
@@ -197,6 +198,21 @@ def slow_drive(bench: Bench) -> None:
     three_drives(bench, slow=0.6, name="slow_drive")
 
 
+def usual_drives(bench: Bench) -> None:
+    """The same without and with caches from one emulated drive of 25 GB/s, which is what three or four NVMe drives reach together."""
+    drives, upload = bench.drives(1.0, rates=(USUAL_BYTES_PER_S,)), bench.found["parts"]["upload_bytes_per_s"]
+    rate, _ = bench.rig.flat_out(drives, seconds=1.0)
+    slots = {"usual_no_cache": (bench.k, 2 * bench.k), "usual_large_cache": (bench.slots(VRAM_BYTES), bench.slots(POOL_BYTES))}
+    for name, (device, host) in slots.items():
+        run = bench.run(name, drives, device, host)
+        n_steps, seconds = len(run.step_s), run.seconds
+        slowest_s = max(run.counts.read_bytes / rate, run.counts.uploaded_bytes / upload) / n_steps
+        ideal = slowest_s + bench.found["parts"]["device_step_s"]
+        facts = {"flat_out_bytes_per_s": rate, "storage_efficiency": run.counts.read_bytes / seconds / rate, "over_ideal": seconds / n_steps / ideal}
+        bench.found[name] |= facts
+        print(name, facts, flush=True)
+
+
 def blocks(bench: Bench) -> None:
     """Blocks of rows against as many plain steps, nothing kept between steps.
 
@@ -262,7 +278,7 @@ def same_bits(bench: Bench) -> None:
     print("same bits:", bench.found["same_bits"]["is_equal"], flush=True)
 
 
-STAGES = (parts, kernels, no_cache, large_cache, all_resident, three_drives, slow_drive, blocks, drafting, same_bits)
+STAGES = (parts, kernels, no_cache, large_cache, all_resident, three_drives, slow_drive, usual_drives, blocks, drafting, same_bits)
 # Only if asked for: each takes minutes.
 MORE_STAGES = (two_hundred,)
 

@@ -36,7 +36,8 @@ struct completion {
 };
 
 /* How bytes are copied on: 0 if they are under way. A thread enters the context before its first copy. Pieces that lie side by side are copied in one
- * call of `least` bytes or more, as far as there are so many: the calls of all threads go through one driver, one at a time. */
+ * call of `least` bytes or more, as far as there are so many: the calls of all threads go through one driver, one at a time. Once a drive has nothing
+ * more to begin, each piece goes on at once: the link should not be busy for long after the last of them. */
 struct uploader {
     int (*copy)(uint64_t target, const void *source, size_t n, void *stream);
     int (*enter)(void *context);
@@ -69,7 +70,8 @@ struct list {
 struct drive {
     pthread_cond_t has_work;
     struct list waiting;
-    int64_t n_idle;
+    /* Pieces that have not begun, threads that wait for one, and those of them that whoever submits wakes next. */
+    int64_t n_waiting, n_idle, n_to_wake;
     int64_t is_direct, alignment;
     /* What it is slowed down to, 0 for nothing, and when it is free again. */
     double bytes_per_s, free_at;
@@ -201,8 +203,9 @@ static void copy_pieces(struct pool *pool, struct item *item, int64_t first, int
 }
 
 /* Takes note of a piece that is there, and copies what is worth a copy now, as far as it is still wanted; the pool is locked before and after. */
-static void take_piece(struct pool *pool, struct item *item, int64_t piece, int *has_entered) {
+static void take_piece(struct pool *pool, const struct drive *drive, struct item *item, int64_t piece, int *has_entered) {
     const struct request *r = &item->request;
+    int64_t least = drive->n_waiting ? pool->uploader.least : 0;
     item->states[piece] = IS_READ;
     int is_last = ++item->n_read == item->n_pieces;
     for (int64_t first = 0, end; r->target && first < item->n_pieces; first = end) {
@@ -212,7 +215,7 @@ static void take_piece(struct pool *pool, struct item *item, int64_t piece, int 
             end++;
         else if (item->is_cancelled || pool->is_closed || item->completion.refused)
             return;
-        else if (is_last || (end - first) * r->piece >= pool->uploader.least)
+        else if (is_last || (end - first) * r->piece >= least)
             copy_pieces(pool, item, first, end, has_entered);
     }
 }
@@ -255,10 +258,9 @@ static void *serve(void *argument) {
         struct item *item = drive->waiting.first;
         const struct request *r = &item->request;
         int64_t piece = item->n_begun++, from = piece * r->piece, to = from + r->piece < r->needed ? from + r->piece : r->needed;
+        drive->n_waiting--;
         if (item->n_begun == item->n_pieces)
             take_first(&drive->waiting);
-        /* To wake a thread takes longer than to queue a read: whoever submits wakes one, and each that is awake up to two more. */
-        int64_t n_wakes = drive->waiting.first ? (drive->n_idle < 2 ? drive->n_idle : 2) : 0;
         int is_over = item->broken < item->n_pieces || item->is_cancelled;
         double began = now(), ended = began;
         if (!piece)
@@ -267,8 +269,6 @@ static void *serve(void *argument) {
         /* What comes behind a piece that is not there is not read either. */
         if (!is_over) {
             pthread_mutex_unlock(&pool->lock);
-            while (n_wakes-- > 0)
-                pthread_cond_signal(&drive->has_work);
             got = read_piece(drive, item, from, to, &error);
             if (drive->bytes_per_s > 0 && got > 0) {
                 struct timespec until = timespec_of(slowed_end(pool, drive, began, got));
@@ -278,7 +278,7 @@ static void *serve(void *argument) {
             ended = now();
             pthread_mutex_lock(&pool->lock);
             if (got == to - from)
-                take_piece(pool, item, piece, &has_entered);
+                take_piece(pool, drive, item, piece, &has_entered);
         }
         end_piece(pool, item, piece, got, error, ended);
     }
@@ -388,6 +388,16 @@ static void leave_item(struct pool *pool, struct item *item) {
         pool->newest = item->older;
 }
 
+/* Wakes as many threads as there are pieces for, at least, and all at once: one after another they would be busy only after a few hundred
+ * microseconds. */
+static void wake(struct drive *drive) {
+    if (drive->n_to_wake > 2)
+        pthread_cond_broadcast(&drive->has_work);
+    else
+        while (drive->n_to_wake-- > 0)
+            pthread_cond_signal(&drive->has_work);
+}
+
 /* Queues reads; returns 0, or ENOMEM with none of them queued. */
 int pool_submit(struct pool *pool, int64_t n, const struct request *requests) {
     struct list made = {0};
@@ -408,14 +418,19 @@ int pool_submit(struct pool *pool, int64_t n, const struct request *requests) {
     }
     pthread_mutex_lock(&pool->lock);
     for (struct item *item; (item = take_first(&made));) {
+        struct drive *drive = &pool->drives[item->request.drive];
         enter_item(pool, item);
-        append(&pool->drives[item->request.drive].waiting, item);
+        append(&drive->waiting, item);
+        drive->n_waiting += item->n_pieces;
+    }
+    for (int64_t k = 0; k < pool->n_drives; k++) {
+        struct drive *drive = &pool->drives[k];
+        drive->n_to_wake = drive->n_waiting < drive->n_idle ? drive->n_waiting : drive->n_idle;
     }
     pthread_mutex_unlock(&pool->lock);
     /* Without the lock, which those that wake want at once. */
-    for (int64_t k = 0; k < n; k++)
-        if (!k || requests[k].drive != requests[k - 1].drive)
-            pthread_cond_signal(&pool->drives[requests[k].drive].has_work);
+    for (int64_t k = 0; k < pool->n_drives; k++)
+        wake(&pool->drives[k]);
     return 0;
 }
 

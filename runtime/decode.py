@@ -238,8 +238,9 @@ class Decoder:
             experts = numbers.tolist()
             if len(chosen) >= LEAST_RETAINING_ROWS:
                 passing = numbers[n_uses < LEAST_USES_TO_STAY].tolist()
-        n_left = len(experts)
+        n_left, arrived = len(experts), start
         for group in self.records.fetch_groups(layer, experts, passing=passing):
+            arrived = time.perf_counter()
             missing = [(expert, slot) for expert, slot in group if not sent[expert]]
             if missing:
                 block.run_missing(layer, chosen, missing, n_staged)
@@ -250,7 +251,7 @@ class Decoder:
                 block.follow(layer + 1)
         self._former[layer] = experts
         if self.on_layer is not None:
-            self.on_layer(LayerFacts(layer, chosen.copy(), [e for e in experts if not sent[e]], time.perf_counter() - start))
+            self.on_layer(LayerFacts(layer, chosen.copy(), [e for e in experts if not sent[e]], arrived - start))
 
 
 class _Staged:

@@ -17,7 +17,7 @@ from layout.direct import Extent
 from layout.hash_lists import xxh3_128_hex
 from layout.prepared import Copies, Prepared, find_copies, open_prepared
 from layout.record import record_layout
-from layout.sizes import format_size
+from layout.sizes import counted, format_size
 from manifests.errors import BadInputError, DamagedDataError, DeviceError, UsageError
 from manifests.geometry import Geometry
 from runtime.decode import Decoder, empty_state
@@ -282,17 +282,17 @@ class Engine:
         modes = ", ".join(sorted({str(mode) for mode in self.store.modes}))
         prompt = f"prompt pass in {self.prompt_arithmetic}"
         if not options.is_exact_prefill:
-            prompt += f", up to {self.chunk} tokens at a time"
+            prompt += f", up to {counted(self.chunk, 'token')} at a time"
             prompt += f" ({options.chunk} asked for; the device memory left and {MOST_ROWS} are the limits)" if self.chunk < options.chunk else ""
         drives = ", ".join(self.prepared.drive_name(n) for n in range(len(self.prepared.manifest.drives)))
         verified = f"1 read in {options.verify_reads} hashed" if options.verify_reads else "reads not hashed"
-        caps = "".join(f"; at most {cap} requests in flight on tier {tier}" for tier, cap in sorted(options.tier_caps.items()))
+        caps = "".join(f"; at most {counted(cap, 'request')} in flight on tier {tier}" for tier, cap in sorted(options.tier_caps.items()))
         return [
             f"device {self.device}, torch {torch.__version__}, float32{_threads(self.device)}; {how or prompt}; context {self.context}"
             + ("; long context, unverified: the indexer selects positions" if options.is_long_context else ""),
             f"kernels: {self.kernels}",
             f"drives {drives}; read {modes}{' (required)' if options.is_direct_required else ''}; {verified}{caps}",
-            f"prefetch {options.n_prefetch} experts of each layer"
+            f"prefetch {counted(options.n_prefetch, 'expert')} of each layer"
             + ("; cold: file pages were dropped, and both caches are emptied after the prompt pass" if options.is_cold else ""),
             str(self.vram),
             str(self.host),
@@ -490,7 +490,7 @@ def check_ids(ids: list[int], geometry: Geometry, context: int) -> None:
     if len(ids) > context:
         beyond = "shorten the prompt" if geometry.indexer is None else "shorten the prompt, or see --long-context"
         longer = f"-c may be at most {geometry.max_context} here" if context < geometry.max_context else beyond
-        raise BadInputError(f"the prompt has {len(ids)} tokens, but the context is {context}; {longer}")
+        raise BadInputError(f"the prompt has {counted(len(ids), 'token')}, but the context is {context}; {longer}")
 
 
 def room_for_text(geometry: Geometry, context: int, device: torch.device, *, spine_bytes: int) -> int:

@@ -6,7 +6,7 @@ import torch
 
 # Shown from here too: what the host has and what a device has are asked for together.
 from layout.memory import available_host_bytes as available_host_bytes
-from layout.sizes import format_size, parse_size
+from layout.sizes import counted, format_size, parse_size
 from manifests.errors import DeviceError, UsageError
 
 AUTO = "auto"
@@ -29,7 +29,7 @@ class Budget:
     def __str__(self) -> str:
         whole = " (all experts)" if self.n_slots == self.n_all else ""
         reserve = f", {format_size(self.reserve_bytes)} left free" if self.reserve_bytes else ""
-        return f"{self.flag} {self.asked}: {self.n_slots} slots, {format_size(self.n_slots * self.record_bytes)}{whole}{reserve}"
+        return f"{self.flag} {self.asked}: {counted(self.n_slots, 'slot')}, {format_size(self.n_slots * self.record_bytes)}{whole}{reserve}"
 
 
 def budget_of(asked: str, *, flag: str, record_bytes: int, n_all: int, available_bytes: int, auto_bytes: int, reserve_bytes: int = 0) -> Budget:

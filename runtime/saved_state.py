@@ -106,7 +106,7 @@ def new_ids(saved: SavedState, ids: Sequence[int], *, where: object) -> list[int
     at = next((n for n, (mine, other) in enumerate(zip(ids, saved.ids, strict=False)) if mine != other), None)
     found = f"has only {len(ids)}" if at is None else f"has {ids[at]} as number {at + 1} where {saved.ids[at]} was saved"
     raise BadInputError(
-        f"{where}: holds the state after {n_saved} tokens, with which the prompt must begin, but it {found}; "
+        f"{where}: holds the state after {counted(n_saved, 'token')}, with which the prompt must begin, but it {found}; "
         "a text that goes on may be split into other tokens where it was cut: cut it at the end of a line, or use --ids"
     )
 
@@ -154,7 +154,9 @@ def _check_length(path: Path, found: _Shapes, context: int) -> int:
     if dtype != "I64" or len(shape) != 1 or shape[0] == 0:
         raise BadInputError(f"{path}: ids is {dtype} {list(shape)}, expected I64 [tokens]; {_AGAIN}")
     if shape[0] > context:
-        raise BadInputError(f"{path}: holds the state after {shape[0]} tokens, but the context is {context}; give -c {shape[0] + 1} or more")
+        raise BadInputError(
+            f"{path}: holds the state after {counted(shape[0], 'token')}, but the context is {context}; give -c {shape[0] + 1} or more"
+        )
     return shape[0]
 
 

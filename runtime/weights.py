@@ -12,6 +12,7 @@ from layout.checkpoint import Checkpoint
 from layout.direct import Extent, ReadMode, aligned_buffer, file_blocks, probe_directory, read_extent, span_bytes
 from layout.gguf_header import GgufHeader, GgufTensor, read_gguf_header
 from layout.hash_lists import xxh3_128_of_file
+from layout.holes import size_fault
 from layout.prepared import Prepared
 from layout.sizes import counted
 from layout.tensor_data import as_float32, float_blocks, read_float_tensor
@@ -158,9 +159,8 @@ def load_spine(prepared: Prepared, device: torch.device) -> SpineWeights:
     Raises BadInputError if it is not the spine of this geometry, DamagedDataError if its bytes are not those that were written.
     """
     path, facts = prepared.spine_path, prepared.manifest.spine
-    found = path.stat().st_size if path.exists() else 0
-    if found != facts.n_bytes:
-        raise DamagedDataError(f"{path}: has {found} bytes, expected {facts.n_bytes}; {CURE}")
+    if (fault := size_fault(path, facts.n_bytes)) is not None:
+        raise DamagedDataError(f"{path}: {fault}; {CURE}")
     header, mode, state = _read_header(prepared), probe_directory(path.parent), xxhash.xxh3_128()
     for block in file_blocks(path, 0, header.data_offset, mode):
         state.update(block)

@@ -268,7 +268,7 @@ def test_the_first_token_that_differs_is_named() -> None:
 
 
 def test_another_prompt_is_not_compared() -> None:
-    with pytest.raises(BadInputError, match=r"made with another prompt \(1 tokens, here 2\)"):
+    with pytest.raises(BadInputError, match=r"made with another prompt \(1 token, here 2\)"):
         bench.check_same_prompt({"prompt_ids": [1, 2]}, {"prompt_ids": [1]}, Path("o.json"))
 
 

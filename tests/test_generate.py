@@ -130,7 +130,7 @@ def test_the_prompt_s_experts_are_those_that_decode_arithmetic_chooses(plain: Wr
 
 
 def test_every_flag_shows_in_the_effective_configuration(plain: Written, tuned: Written) -> None:
-    shown = ("prefetch 2 experts", "at most 1 requests in flight on tier A", "(required)", "reads not hashed", "decode arithmetic", "cold: ")
+    shown = ("prefetch 2 experts", "at most 1 request in flight on tier A", "(required)", "reads not hashed", "decode arithmetic", "cold: ")
     assert all(part in tuned.err and part not in plain.err for part in shown)
     assert f"at most {N_TOKENS} tokens; the likeliest token each time" in plain.err
     stats = tuned.stats["repeats"][0]["stats"]["phases"]["decode"]

@@ -5,7 +5,7 @@ import time
 
 import pytest
 from late_copies import LateSlots
-from test_store import ALL, EQUALS, LAYERS, Model, Place, place  # noqa: F401 (a fixture)
+from test_store import ALL, LAYERS, Model, Place, place  # noqa: F401 (a fixture)
 
 import runtime.storage.device_cache
 import runtime.storage.drives
@@ -47,7 +47,7 @@ def test_records_are_right_while_every_read_is_late_and_asked_of_the_other_drive
         monkeypatch.setattr(runtime.storage.schedule, name, value)
     monkeypatch.setattr(runtime.storage.store, "_TICK_S", 0.002)
     model: Model = place(n_drives=2)
-    store, rng = model.store(n_device=20, n_host=20, servers=(0, 1), limits=EQUALS), random.Random(1)
+    store, rng = model.store(n_device=20, n_host=20, servers=(0, 1), limits=(4e6, 4e6)), random.Random(1)
     # What it believes of the drives is a hundred times what they do.
     for server in store._scheduler._servers:
         server.prior = 1e9

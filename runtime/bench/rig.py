@@ -3,6 +3,7 @@
 The spine is made once and serves many configurations, so that their logits can be compared bit by bit.
 """
 
+import gc
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
@@ -269,6 +270,10 @@ class Rig:
         return PromptRun(seconds, np.diff(times).tolist(), xxhash.xxh3_128_hexdigest(logits.numpy().tobytes()), peak_bytes)
 
     def open_store(self, model: SyntheticModel, setting: Setting, run: Run) -> Store:
+        if self.device.type == "cuda":
+            # What the run before has left in pieces is to be had whole.
+            gc.collect()
+            torch.cuda.empty_cache()
         return Store(
             model,
             Copies(tuple(drive.holds for drive in model.manifest.drives), []),

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from layout.sizes import format_size
+from layout.sizes import counted, format_size
 from manifests.errors import BadInputError, KtierError
 from runtime.bench.chart import RateSeries, TimeBar
 from runtime.bench.document import repeat_facts
@@ -126,7 +126,9 @@ def first_difference(outputs: Sequence[Output]) -> str | None:
 def _parting(a: Output, b: Output) -> str:
     both = zip(a.ids, b.ids, strict=False)
     at = next((n for n, (x, y) in enumerate(both) if x != y), min(len(a.ids), len(b.ids)))
-    chose = [f"{output.name} chose {output.ids[at]}" if at < len(output.ids) else f"{output.name} ended after {at} tokens" for output in (a, b)]
+    chose = [
+        f"{output.name} chose {output.ids[at]}" if at < len(output.ids) else f"{output.name} ended after {counted(at, 'token')}" for output in (a, b)
+    ]
     return f"{a.name} and {b.name} part at new token {at + 1}: {', '.join(chose)}"
 
 
@@ -153,7 +155,9 @@ def check_same_prompt(own: Mapping[str, Any], other: Mapping[str, Any], path: Pa
     """Raise BadInputError if another document's first repeat had another prompt: there is nothing to compare then."""
     if own["prompt_ids"] != other["prompt_ids"]:
         n_own, n_other = len(own["prompt_ids"]), len(other["prompt_ids"])
-        raise BadInputError(f"--against {path}: made with another prompt ({n_other} tokens, here {n_own}): use the same one, or leave --against out")
+        raise BadInputError(
+            f"--against {path}: made with another prompt ({counted(n_other, 'token')}, here {n_own}): use the same one, or leave --against out"
+        )
 
 
 class Figure(NamedTuple):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from layout.sizes import format_size
+from layout.sizes import counted, format_size
 from layout.writer import write_bytes
 from manifests.errors import BadInputError
 from runtime.chat.format import Chat, encode_chat, parse_chat
@@ -99,8 +99,8 @@ class ChatSession:
         context = self.engine.context
         if len(ids) >= context:
             raise BadInputError(
-                f"with this message the conversation has {len(ids)} tokens, but the context holds {context}, and the answer needs some of them; "
-                "say less, begin anew with /reset, or start with a larger -c"
+                f"with this message the conversation has {counted(len(ids), 'token')}, but the context holds {context}, "
+                "and the answer needs some of them; say less, begin anew with /reset, or start with a larger -c"
             )
         self.engine.begin_request(check)
         ids = as_kept(self.engine, ids, self._tokenizer, n_least=1)
@@ -177,7 +177,7 @@ class ChatSession:
     def stats_lines(self) -> Iterator[str]:
         """Yield what the conversation and its last answer took, one line each."""
         in_context = f", {self._n_in_context} of {self.engine.context} tokens of context" if self.last else ""
-        yield f"conversation: {len(self.messages)} messages{in_context}"
+        yield f"conversation: {counted(len(self.messages), 'message')}{in_context}"
         yield f"all turns: {self._n_computed} prompt tokens computed, {self._n_kept} kept from former turns, {self._n_generated} generated"
         if self.last is not None:
             yield from _turn_lines(self.last)
@@ -187,9 +187,9 @@ def _turn_lines(turn: Turn) -> Iterator[str]:
     usage, stats = turn.usage, turn.statistics
     pass_rate, rate = stats["prompt_pass_tok_per_s"], stats["steady_decode_tok_per_s"]
     computed = f"{usage.n_prompt - usage.n_cached} computed in {stats['prompt_pass_s']:.2f} s" + (f", {pass_rate:.1f} tok/s" if pass_rate else "")
-    yield f"last prompt: {usage.n_prompt} tokens, {usage.n_cached} kept and {computed}"
+    yield f"last prompt: {counted(usage.n_prompt, 'token')}, {usage.n_cached} kept and {computed}"
     yield (
-        f"last answer: {usage.n_generated} tokens, {usage.n_reasoning} of them reasoning, ended by {turn.ended_by}; "
+        f"last answer: {counted(usage.n_generated, 'token')}, {usage.n_reasoning} of them reasoning, ended by {turn.ended_by}; "
         f"first after {stats['time_to_first_token_s']:.2f} s" + (f", then {rate:.2f} tok/s" if rate else "")
     )
     for phase, name in (("prompt_pass", "prompt pass"), ("decode", "decode")):
