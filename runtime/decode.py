@@ -7,8 +7,10 @@ be forgotten again.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -24,7 +26,7 @@ from runtime.kernels.indexer import select_in_cache
 from runtime.kernels.kda import kda_decode_
 from runtime.kernels.mla import mla_decode_
 from runtime.kernels.norms import rms_norm, rms_norm_gated
-from runtime.kernels.residual import add_mix_and_norm_
+from runtime.kernels.residual import add_mix_and_norm_, mix_and_norm
 from runtime.kernels.router import combine_and_norm, route
 from runtime.kernels.rows import TILE_ROWS
 from runtime.kernels.situ import situ_halves
@@ -49,16 +51,24 @@ class DeviceRecords(Protocol):
         """Return where each of a layer's experts lies on the device now, int64 [n_experts]; 0 where it does not."""
         ...
 
-    def fetch_groups(self, layer: int, experts: Sequence[int], *, passing: Collection[int] = ()) -> Iterable[list[tuple[int, int]]]:
+    def fetch_groups(
+        self, layer: int, experts: Sequence[int], *, passing: Collection[int] = (), meanwhile: Callable[[], None] | None = None
+    ) -> Iterable[list[tuple[int, int]]]:
         """Yield every expert once, as (expert, slot), in groups as they arrive; a group stays where it is until the next is asked for.
 
-        passing  those of them that need not stay afterwards
+        passing    those of them that need not stay afterwards
+        meanwhile  what to do while reads are under way; it may prefetch
         """
         ...
 
     def prefetch(self, layer: int, experts: Sequence[int]) -> None:
         """Read experts in the time that drives have to spare."""
         ...
+
+
+def n_guessed(geometry: Geometry, n_prefetch: int) -> int:
+    """Return how many experts of a layer are guessed: some are on the device already. The likeliest quarter is nearly always chosen."""
+    return max(n_prefetch, geometry.n_experts_per_token // 4) if n_prefetch else 0
 
 
 def empty_state(geometry: Geometry, context: int, device: torch.device, *, is_long_context: bool = False) -> FixedState:
@@ -89,16 +99,18 @@ class Decoder:
         context: int,
         n_prefetch: int = 0,
         routing: Tensor | None = None,
+        guesses: Tensor | None = None,
         is_long_context: bool = False,
     ) -> None:
         """Make the buffers.
 
         n_prefetch       experts of each layer to guess and read while the device attends
         routing          int64 [context, MoE layers, k], on the device: experts to use instead of the router's choice, by position
+        guesses          int64 [context, MoE layers, n], on the device: experts to guess instead of the router's guesses
         is_long_context  evaluate K3.1's indexer, as in `Model`
         """
         self.geometry, self.weights, self.layout, self.records = geometry, weights, layout, records
-        self.device, self.routing = weights.device, routing
+        self.device, self.routing, self.guesses = weights.device, routing, guesses
         self.state = empty_state(geometry, context, self.device, is_long_context=is_long_context)
         shape, is_cuda = (geometry.n_layers, geometry.n_experts), self.device.type == "cuda"
         # Where each expert lies, as the device knows it. The host's rows are pinned, so that a copy does not wait.
@@ -111,7 +123,9 @@ class Decoder:
         self._cut_from, self._is_cuttable = 0, False
         self._pool = torch.cuda.graph_pool_handle() if is_cuda else None
         self._stream = torch.cuda.Stream(self.device) if is_cuda else None
-        self._n_prefetch, self._former = n_prefetch, dict[int, list[int]]()
+        self.n_prefetch = n_prefetch
+        # Layers that lacked experts the last time: there is time to guess in.
+        self._lacking = set(geometry.moe_layers)
         self.wait_device_s = 0.0
         self.on_layer: Callable[[LayerFacts], None] | None = None
 
@@ -156,12 +170,11 @@ class Decoder:
         for layer in self.geometry.moe_layers:
             sent = self._send_known(layer)
             block.share[layer - first].run()
-            if self._n_prefetch:
-                self._guess(layer, sent)
+            is_guessing = block.guess_next(layer) if layer in self._lacking else False
             start = time.perf_counter()
             block.was_chosen.wait()
             self.wait_device_s += time.perf_counter() - start
-            self._bring(block, layer, sent)
+            self._bring(block, layer, sent, is_guessing=is_guessing)
         self.state.set_n_tokens(self.state.n_tokens + len(ids))
         self._is_cuttable = block.rewind is not None
         return block.logits[0]
@@ -223,12 +236,7 @@ class Decoder:
             self.known[layer].copy_(self._known_host[layer], non_blocking=True)
         return host
 
-    def _guess(self, layer: int, sent: np.ndarray) -> None:
-        """Have experts read that the former step used in this layer and the device has not: a quarter of them is used again."""
-        guesses = [expert for expert in self._former.get(layer, ()) if not sent[expert]]
-        self.records.prefetch(layer, guesses[: self._n_prefetch])
-
-    def _bring(self, block: "_Block", layer: int, sent: np.ndarray) -> None:
+    def _bring(self, block: "_Block", layer: int, sent: np.ndarray, *, is_guessing: bool) -> None:
         """Have the chosen experts computed that the device did not have when the layer began, and what comes behind the last of them."""
         chosen = block.chosen_host[layer - self.geometry.n_dense_layers].numpy()[0]
         start, n_staged = time.perf_counter(), 0
@@ -239,7 +247,8 @@ class Decoder:
             if len(chosen) >= LEAST_RETAINING_ROWS:
                 passing = numbers[n_uses < LEAST_USES_TO_STAY].tolist()
         n_left, arrived = len(experts), start
-        for group in self.records.fetch_groups(layer, experts, passing=passing):
+        guessed = _Once(partial(self._prefetch, block, layer + 1)) if is_guessing else None
+        for group in self.records.fetch_groups(layer, experts, passing=passing, meanwhile=guessed):
             arrived = time.perf_counter()
             missing = [(expert, slot) for expert, slot in group if not sent[expert]]
             if missing:
@@ -249,9 +258,31 @@ class Decoder:
             # The device goes on before the host tidies up.
             if not n_left:
                 block.follow(layer + 1)
-        self._former[layer] = experts
+        if guessed is not None:
+            guessed()
+        lacked = [expert for expert in experts if not sent[expert]]
+        (self._lacking.add if lacked else self._lacking.discard)(layer)
         if self.on_layer is not None:
-            self.on_layer(LayerFacts(layer, chosen.copy(), [e for e in experts if not sent[e]], arrived - start))
+            self.on_layer(LayerFacts(layer, chosen.copy(), lacked, arrived - start))
+
+    def _prefetch(self, block: "_Block", layer: int) -> bool:
+        """Have what the device has not of the next layer's guesses read, if they are there by now; return whether they are."""
+        if not block.was_guessed.has_passed():
+            return False
+        guesses = Counter(block.guessed_host[layer - self.geometry.n_dense_layers].flatten().tolist())
+        known = self.records.addresses(layer)
+        self.records.prefetch(layer, [expert for expert, _ in guesses.most_common() if not known[expert]][: self.n_prefetch])
+        return True
+
+
+class _Once:
+    """Does something at each call until it says that it is done."""
+
+    def __init__(self, work: Callable[[], bool]) -> None:
+        self._work, self._is_done = work, False
+
+    def __call__(self) -> None:
+        self._is_done = self._is_done or self._work()
 
 
 class _Staged:
@@ -309,10 +340,15 @@ class _Block(RunningSum):
         self.choose = [Segment(partial(self._choose, layer), device) for layer in g.moe_layers]
         self.share = [Segment(partial(self._share, layer), device) for layer in g.moe_layers]
         self.finish = Segment(self._finish, device)
+        # For the next layer's choice, before its attention: what the router would choose of what there is by then.
+        self.n_guessed, self._guesses = n_guessed(g, decoder.n_prefetch), decoder.guesses
+        self.guessed_host = torch.zeros(n_moe, n_rows, self.n_guessed, dtype=torch.int64, pin_memory=is_cuda)
+        self.was_guessed = Moment(device)
+        self.guess = [Segment(partial(self._guess, layer), device) for layer in g.moe_layers[1:]] if self.n_guessed else []
 
     def segments(self) -> list[Segment]:
-        pairs = zip(self.choose, self.share, strict=True)
-        return [*(segment for pair in pairs for segment in pair), self.finish]
+        by_layer = zip_longest(self.choose, self.share, self.guess)
+        return [*(segment for segments in by_layer for segment in segments if segment is not None), self.finish]
 
     def begin(self, ids: Sequence[int]) -> None:
         self._ids_host[0] = torch.tensor(ids)
@@ -325,6 +361,15 @@ class _Block(RunningSum):
             return
         self.choose[layer - self._g.n_dense_layers].run()
         self.was_chosen.mark()
+
+    def guess_next(self, layer: int) -> bool:
+        """Guess what the next layer will choose, if that is asked for and there is one; return whether it is being done."""
+        number = layer - self._g.n_dense_layers
+        if number >= len(self.guess):
+            return False
+        self.guess[number].run()
+        self.was_guessed.mark()
+        return True
 
     def run_missing(self, layer: int, chosen: np.ndarray, missing: list[tuple[int, int]], n_staged: int) -> None:
         """Compute experts that have arrived, for the rows that chose them; n_staged of the layer's came before."""
@@ -363,6 +408,18 @@ class _Block(RunningSum):
         self.shared[layer] = self._situ_mlp(layer, y[..., self._g.latent_size :], "ffn_down_shexp")
         group_resident(self.experts[layer][0], self._known[layer], self.resident)
         self._run_experts(layer, self.resident)
+
+    def _guess(self, layer: int) -> None:
+        """Choose this layer's likeliest experts by the running sum after the layer before, but for that one's routed experts."""
+        g, number = self._g, layer - self._g.n_dense_layers
+        n_done, gain = (layer - 1) // g.residual_block_size + 1, self._vector(layer, "ffn_norm.weight")
+        h, score = self.h + self.shared[layer - 1], self._vector(layer, "ffn_res_score.weight")
+        x = mix_and_norm(self.bank[:n_done], h, score, gain, eps=g.rms_norm_eps, is_tiled=True)[1]
+        logits, bias = self._product(layer, "ffn_gate_inp", x), self._vector(layer, "exp_probs_b.bias")
+        ids = route(logits, bias, self.n_guessed, scaling=1.0, is_tiled=True)[0]
+        if self._guesses is not None:
+            ids = self._guesses[:, number].index_select(0, self._state.n_past + self._offsets).unsqueeze(0)
+        self.guessed_host[number].copy_(ids[0], non_blocking=True)
 
     def _combine(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return what a layer's routed and shared experts add to the running sum."""

@@ -55,6 +55,9 @@ class Moment:
         if self._event is not None:
             self._event.record()
 
+    def has_passed(self) -> bool:
+        return self._event is None or self._event.query()
+
     def wait(self) -> None:
         if self._event is not None:
             self._event.synchronize()

@@ -1,7 +1,7 @@
 """Blocks of 2 to 16 rows: the bits of plain steps, and a block that is cut leaves the state as if its last rows had never run."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -201,7 +201,9 @@ class Watched:
         self.address, self.addresses, self.prefetch, self._store = store.address, store.addresses, store.prefetch, store
         self.passing: list[set[int]] = []
 
-    def fetch_groups(self, layer: int, experts: Sequence[int], *, passing: Collection[int] = ()) -> Iterable[list[tuple[int, int]]]:
+    def fetch_groups(
+        self, layer: int, experts: Sequence[int], *, passing: Collection[int] = (), meanwhile: Callable[[], None] | None = None
+    ) -> Iterable[list[tuple[int, int]]]:
         self.passing.append(set(passing))
         return self._store.fetch_groups(layer, experts, passing=passing)
 

@@ -55,5 +55,15 @@ def test_the_corpus_still_gives_the_ranks_that_ship(tmp_path: Path) -> None:
     assert (tmp_path / "frame" / "config.json").read_bytes() == (CHECKPOINT / "config.json").read_bytes()
 
 
+def test_nine_of_ten_guesses_of_the_next_layer_s_experts_are_right(listener: Listener) -> None:
+    path = listener.engine.prepared.path
+    with Engine(path, Options(device="cpu", vram_cache="40slots", host_pool="60slots", n_prefetch=2), on_remark=print) as engine:
+        Listener(engine, listener.tokenizer).text("Once upon a time", 30)
+        counts = engine.decode_counts
+    # Without looking at the state, 6 of 64 would be.
+    assert counts.n_prefetch_issued > 100
+    assert counts.n_prefetch_used > 0.9 * counts.n_prefetch_issued
+
+
 def test_the_checkpoint_is_at_most_ten_megabytes() -> None:
     assert sum(path.stat().st_size for path in CHECKPOINT.iterdir()) <= 10_000_000

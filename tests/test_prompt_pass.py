@@ -1,7 +1,7 @@
 """The prompt pass for many rows on fixed state: the golden logits, every expert read once, the same bits in any order of arrival."""
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -93,7 +93,9 @@ class Scrambled:
     def addresses(self, layer: int) -> np.ndarray:
         return np.array([record.data_ptr() for record in self._records[layer].values()])
 
-    def fetch_groups(self, layer: int, experts: Sequence[int], *, passing: Collection[int] = ()) -> Iterator[list[tuple[int, int]]]:
+    def fetch_groups(
+        self, layer: int, experts: Sequence[int], *, passing: Collection[int] = (), meanwhile: Callable[[], None] | None = None
+    ) -> Iterator[list[tuple[int, int]]]:
         self._layer, left = layer, self._rng.permutation(experts).tolist()
         self.asked.append(list(experts))
         while left:

@@ -232,16 +232,20 @@ def test_a_read_of_ten_times_its_time_and_over_a_second_is_overdue_once() -> Non
     assert quick.starts(0.0) and quick.overdue(0.99) == [] and len(quick.overdue(1.01)) == 1
 
 
-def test_a_prefetch_uses_idle_drives_only_and_gives_way() -> None:
-    scheduler = Scheduler(facts(depth=2))
+def test_a_prefetch_goes_behind_demands_that_are_under_way_and_waits_for_those_that_are_not() -> None:
+    scheduler = Scheduler(facts(depth=3))
     scheduler.add([job(1, 0, n_chunks=1), job(50, 0, is_prefetch=True), job(51, 1, is_prefetch=True, n_chunks=1)])
-    # The first drive could take one more, but a demand is under way on it.
     first = scheduler.starts(0.0)
-    assert sorted((read.job.tag, read.drive) for read in first) == [(1, 0), (51, 1)]
-    scheduler.add([job(2, 1), job(3, 0)])
-    for read in first:
+    assert sorted((read.job.tag, read.drive) for read in first) == [(1, 0), (50, 0), (50, 0), (51, 1)]
+    scheduler.add([job(2, 0), job(3, 0)])
+    assert scheduler.starts(0.0) == []
+    scheduler.succeeded(first[0], 0.01)
+    for n in range(6):
+        (read,) = scheduler.starts(0.01 * n)
+        assert read.job.tag == 2 + n // 3 and scheduler.has_waiting == (n < 5)
         scheduler.succeeded(read, 0.01)
-    assert sorted(read.job.tag for read in scheduler.starts(0.01)) == [2, 2, 3, 3]
+    (read,) = scheduler.starts(0.1)
+    assert read.job.tag == 50
 
 
 def test_a_prefetch_that_is_needed_becomes_a_demand() -> None:
@@ -263,7 +267,7 @@ def test_a_cancelled_prefetch_reads_nothing_more() -> None:
     assert len(reads) == 2 and scheduler.cancel(early) == 2
     for read in reads:
         assert not scheduler.succeeded(read, 0.1)
-    assert scheduler.starts(0.1) == [] and not scheduler.has_waiting
+    assert scheduler.starts(0.1) == [] and not scheduler._groups
 
 
 def test_a_prefetch_s_last_failure_ends_nothing() -> None:
@@ -303,7 +307,7 @@ def test_every_chunk_arrives_once_from_a_drive_that_has_it_or_the_loss_is_told(d
         for tier, cap in caps.items():
             assert sum(drives[read.drive].tier == tier for read in in_flight) <= cap
         if not in_flight:
-            if scheduler.has_waiting:
+            if any(j.waiting and not j.is_cancelled for j in added):
                 # A prefetch does not ask a drive that is set aside.
                 assert all(j.is_prefetch or not j.waiting for j in added)
                 now += LONGEST_PAUSE_S

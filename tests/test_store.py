@@ -312,6 +312,25 @@ def test_a_guess_that_is_under_way_when_it_is_needed_is_not_read_twice(place: Pl
     store.close()
 
 
+def test_what_is_guessed_while_a_layer_s_reads_are_under_way_is_read_behind_them(place: Place) -> None:
+    model = place()
+    store, asked = model.store(n_device=20, n_host=40, limits=[2e6]), list[bool]()
+
+    def guess() -> None:
+        if not asked:
+            store.prefetch(2, [3, 4])
+        asked.append(store._scheduler.has_waiting)
+
+    for group in store.fetch_groups(1, ALL[:10], meanwhile=guess):
+        for expert, slot in group:
+            assert bytes(store.record(slot).cpu().numpy()) == model.contents[1, expert]
+    assert asked and not any(asked) and store.counts.n_prefetch_issued == 2
+    model.fetch(store, 2, [3, 4, 5])
+    counts = store.counts
+    assert counts.n_prefetch_used == 2 and counts.read_bytes == 13 * N_BYTES and counts.n_failed == 0
+    store.close()
+
+
 def test_a_guess_that_turns_out_wrong_is_given_up(place: Place) -> None:
     model = place()
     store = model.store(n_device=20, n_host=40)

@@ -65,7 +65,7 @@ def test_a_run_says_what_it_emulates_and_what_came_of_it(folders: tuple[Path, Pa
         "device cpu, torch",
         "kernels: plain torch",
         "routing zipf:1.5; 4 steps counted after 1 to warm up, rows in each 3",
-        "prefetch 1 expert of each layer; reads not hashed",
+        "prefetch 1 expert of each layer, 95% of the guesses right (emulated); reads not hashed",
         "--vram-cache 20slots: 20 slots",
         "--host-pool 30slots: 30 slots",
     ):

@@ -18,9 +18,9 @@ from layout.direct import PAGE, Extent, probe_directory, round_up
 from layout.prepared import Copies
 from layout.record import RecordLayout, record_layout
 from manifests.geometry import Geometry
-from runtime.bench.routing import make_routing
+from runtime.bench.routing import make_guesses, make_routing
 from runtime.bench.synthetic import EmulatedDrive, SyntheticModel, emulated_servers, make_records, random_spine, record_name, synthetic_model
-from runtime.decode import Decoder, DeviceRecords, LayerFacts
+from runtime.decode import Decoder, DeviceRecords, LayerFacts, n_guessed
 from runtime.draft.drafter import MOST_DRAFTS
 from runtime.engine import Sample, sample_of
 from runtime.kernels.rows import forbid_tf32
@@ -160,7 +160,9 @@ class ResidentRecords:
     def addresses(self, layer: int) -> np.ndarray:
         return self._addresses
 
-    def fetch_groups(self, layer: int, experts: Sequence[int], *, passing: Collection[int] = ()) -> Iterator[list[tuple[int, int]]]:
+    def fetch_groups(
+        self, layer: int, experts: Sequence[int], *, passing: Collection[int] = (), meanwhile: Callable[[], None] | None = None
+    ) -> Iterator[list[tuple[int, int]]]:
         for start in range(0, len(experts), self._n_at_once):
             yield [(expert, expert) for expert in experts[start : start + self._n_at_once]]
 
@@ -290,7 +292,13 @@ class Rig:
     def open_decoder(self, store: Store, setting: Setting, n_steps: int) -> Decoder:
         n_positions = n_steps * setting.n_rows
         routing = torch.from_numpy(make_routing(setting.routing, self.geometry, n_positions, seed=setting.seed)).to(self.device)
-        return Decoder(self.geometry, self.weights, self.layout, store, context=n_positions, n_prefetch=setting.n_prefetch, routing=routing)
+        guesses = None
+        if setting.n_prefetch:
+            made = make_guesses(routing.cpu().numpy(), self.geometry, n_guessed(self.geometry, setting.n_prefetch), seed=setting.seed)
+            guesses = torch.from_numpy(made).to(self.device)
+        return Decoder(
+            self.geometry, self.weights, self.layout, store, context=n_positions, n_prefetch=setting.n_prefetch, routing=routing, guesses=guesses
+        )
 
     def _step(self, decoder: Decoder, setting: Setting, run: Run, step: int) -> None:
         start = time.perf_counter()

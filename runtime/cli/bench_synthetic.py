@@ -18,7 +18,7 @@ from manifests.geometry import Geometry, load_geometry
 from runtime.bench.chart import TimeBar, bench_chart
 from runtime.bench.document import Configuration, device_facts, repeat_facts, stats_document
 from runtime.bench.rig import Rig, Setting
-from runtime.bench.routing import make_routing
+from runtime.bench.routing import RIGHT_GUESSES, make_routing
 from runtime.bench.runs import TIME_PARTS, rate_series
 from runtime.bench.synthetic import (
     EmulatedDrive,
@@ -166,6 +166,7 @@ def _effective(
     files = f"{counted(asked.n_files, 'record file')} of {size} in each directory"
     files += f", {n_there} of all were there" if n_there else ""
     files += ", kept" if asked.is_keeping_files else ", those made are removed afterwards"
+    guesses = f", {RIGHT_GUESSES:.0%} of the guesses right (emulated)" if asked.n_prefetch else ""
     return [
         f"emulated: geometry {asked.geometry} over a random spine of {format_size(spine)}, seed {asked.seed}; the text means nothing",
         f"emulated: {g.n_routed_experts} experts, {counted(len(g.moe_layers), 'layer')} of {g.n_experts}, on {files}",
@@ -173,7 +174,7 @@ def _effective(
         f"device {device}, torch {torch.__version__}, float32",
         f"kernels: {kernels}",
         f"routing {asked.routing}; {counted(asked.n_tokens, 'step')} counted after {asked.n_warm} to warm up, rows in each {asked.n_rows}",
-        f"prefetch {counted(asked.n_prefetch, 'expert')} of each layer; reads not hashed",
+        f"prefetch {counted(asked.n_prefetch, 'expert')} of each layer{guesses}; reads not hashed",
         str(budgets.vram),
         str(budgets.host),
     ]

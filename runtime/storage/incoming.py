@@ -1,6 +1,7 @@
 """What the store knows of records on their way: those that are being read, and what a layer still waits for."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -87,6 +88,7 @@ class LayerFetch:
     hits     on the device since before
     ready    on the device by now, or on their way to it
     passing  used by too few rows to stay
+    meanwhile  what the caller does while reads are under way
     began, first_read  when it began, and when its first read was handed to the reader, 0 before that
     """
 
@@ -94,6 +96,7 @@ class LayerFetch:
     passing: frozenset[ExpertKey] = frozenset()
     wanted: dict[ExpertKey, None] = field(default_factory=dict)
     queue: deque[ExpertKey] = field(default_factory=deque)
+    meanwhile: Callable[[], None] | None = None
     n_unseen: int = 0
     hits: list[tuple[ExpertKey, int]] = field(default_factory=list)
     ready: list[tuple[ExpertKey, int]] = field(default_factory=list)

@@ -203,7 +203,8 @@ class Scheduler:
 
     @property
     def has_waiting(self) -> bool:
-        return bool(self._groups)
+        """Return whether a demand waits for a drive."""
+        return bool(self._groups) and not self._groups[0].is_prefetch
 
     @property
     def reads(self) -> frozenset[Read]:
@@ -355,9 +356,8 @@ class Scheduler:
         return started
 
     def _start_prefetches(self, rates: list[float], loads: list[float], now: float) -> list[Read]:
-        """Start prefetches on servers that no demand uses or waits for; `loads` holds what demands have claimed."""
-        claimed = {self._server_of[read.drive] for read in self._reads if not read.job.is_prefetch}
-        claimed |= {n for n, server in enumerate(self._servers) if loads[n] > server.in_flight_bytes}
+        """Start prefetches, behind what is under way, on servers that no demand waits for; `loads` holds what demands have claimed."""
+        claimed = {n for n, server in enumerate(self._servers) if loads[n] > server.in_flight_bytes}
         started = []
         for group in self._groups:
             if not group.is_prefetch:

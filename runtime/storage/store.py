@@ -157,10 +157,13 @@ class Store:
             for expert, slot in group:
                 yield expert, self._device.record(slot)
 
-    def fetch_groups(self, layer: int, experts: Sequence[int], *, passing: Collection[int] = ()) -> Iterator[list[tuple[int, int]]]:
+    def fetch_groups(
+        self, layer: int, experts: Sequence[int], *, passing: Collection[int] = (), meanwhile: Callable[[], None] | None = None
+    ) -> Iterator[list[tuple[int, int]]]:
         """Yield groups of (expert, device slot) until each of a layer's experts was there once.
 
-        passing  those of them that no further use is expected of: both caches let go of them first
+        passing    those of them that no further use is expected of: both caches let go of them first
+        meanwhile  called whenever all reads are under way and nothing is left but to wait for them; it may prefetch
 
         First what is on the device, then what was in host memory, then what has come from drives by the time it is asked for. Work that is launched
         on the current stream after a group is yielded finds the records there; they stay until the next group is asked for. A group is no larger
@@ -168,7 +171,7 @@ class Store:
         """
         assert self._layer is None, "one layer at a time"
         began, idle_before = time.perf_counter(), self.counts.idle_s
-        state = self._layer = LayerFetch(layer, frozenset(ExpertKey(layer, expert) for expert in passing), began=began)
+        state = self._layer = LayerFetch(layer, frozenset(ExpertKey(layer, expert) for expert in passing), meanwhile=meanwhile, began=began)
         try:
             self._begin_layer(state, [ExpertKey(layer, expert) for expert in experts])
             while state.wanted:
@@ -279,6 +282,8 @@ class Store:
         assert self._scheduler.n_in_flight or any(i.n_out for i in self._incoming.values()) or self._draining, "nothing is under way"
         if self.phase is Phase.DECODE:
             self._host.make_room(min(self._prepared.geometry.n_experts_per_token, self._host.n_slots // 4))
+        if state.meanwhile is not None and not state.queue and not self._scheduler.has_waiting:
+            state.meanwhile()
         start = time.perf_counter()
         least, linger_s = self._how_many_to_await(state)
         self._arrived.extend(self._reader.take(_TICK_S, least=least, linger_s=linger_s))
@@ -296,7 +301,7 @@ class Store:
         if self._scheduler.has_waiting:
             # What waits at the drives lasts for longer.
             return _N_AT_ONCE, _LINGER_S
-        if all(incoming.is_copying for incoming in self._incoming.values()):
+        if all(incoming.is_copying for incoming in self._incoming.values() if incoming.is_wanted):
             # There is time to take these in before a group can be handed out, but for the last of it.
             return max(1, state.n_until_group // 2), _LONGEST_LINGER_S
         return 1, 0.0
