@@ -37,6 +37,7 @@ from runtime.gpu_facts import (
 )
 from runtime.kernels.products_check import KernelTest
 from runtime.memory import GPU_RESERVE_BYTES, host_reserve_bytes
+from runtime.numa import nodes_text, numa_nodes
 
 GPU = "GPU"
 # bf16 on tensor cores, which the kernels' products are made of.
@@ -254,37 +255,18 @@ def link_finding(gpu: GpuFacts) -> Finding:
 
 
 def numa_finding(gpu: GpuFacts, nodes: dict[int, frozenset[int]], cores: set[int]) -> Finding:
-    """Judge whether this process runs on the GPU's node, where its pool will lie."""
-    where = ", ".join(f"node {number}: cores {_spans(of_node)}" for number, of_node in sorted(nodes.items()))
+    """Judge whether krun, which stays on the GPU's node, can."""
+    where = nodes_text(nodes)
     if len(nodes) < 2:
         return Finding("NUMA", GPU, "good", "one node")
     if gpu.numa_node is None or gpu.numa_node not in nodes:
         return Finding(
             "NUMA", GPU, "note", f"the kernel does not say on which node the GPU is; {where}", "try numactl --cpunodebind=N --membind=N krun"
         )
-    if cores <= nodes[gpu.numa_node]:
-        return Finding("NUMA", GPU, "good", f"GPU and this process are on node {gpu.numa_node}; {where}")
-    text = f"the GPU is on node {gpu.numa_node}, this process may run elsewhere too; {where}"
-    return Finding("NUMA", GPU, "note", text, f"numactl --cpunodebind={gpu.numa_node} --membind={gpu.numa_node} krun ...")
-
-
-def numa_nodes(sys_root: Path) -> dict[int, frozenset[int]]:
-    """Return the cores of each NUMA node that has any."""
-    lists = (sys_root / "devices/system/node").glob("node[0-9]*/cpulist")
-    nodes = {int(path.parent.name.removeprefix("node")): _numbers(path.read_text().strip()) for path in lists}
-    return {number: cores for number, cores in nodes.items() if cores}
-
-
-def _numbers(spans: str) -> frozenset[int]:
-    """Read the kernel's `0-3,8`."""
-    ends = [span.split("-") for span in spans.split(",") if span]
-    return frozenset(n for pair in ends for n in range(int(pair[0]), int(pair[-1]) + 1))
-
-
-def _spans(numbers: frozenset[int]) -> str:
-    begins = sorted(n for n in numbers if n - 1 not in numbers)
-    ends = sorted(n for n in numbers if n + 1 not in numbers)
-    return ",".join(f"{a}-{b}" if a != b else str(a) for a, b in zip(begins, ends, strict=True))
+    if cores & nodes[gpu.numa_node]:
+        return Finding("NUMA", GPU, "good", f"the GPU is on node {gpu.numa_node}, where krun keeps its threads and its pool; {where}")
+    text = f"the GPU is on node {gpu.numa_node}, where this process may not run; {where}"
+    return Finding("NUMA", GPU, "note", text, f"let it: numactl --cpunodebind={gpu.numa_node} krun ..., or a wider taskset or cpuset")
 
 
 def _feed(result: Examination, gpu: GpuFacts, record_bytes: int) -> list[Finding]:

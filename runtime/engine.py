@@ -22,11 +22,13 @@ from manifests.errors import BadInputError, DamagedDataError, DeviceError, Usage
 from manifests.geometry import Geometry
 from runtime.decode import Decoder, empty_state
 from runtime.experts import CheckpointRecords, StreamedExperts
+from runtime.gpu_facts import numa_node
 from runtime.heat import LoggedExperts, RoutingLog
 from runtime.kernels.prompt_q8_0 import why_no_prompt_products
 from runtime.kernels.rows import TILE_ROWS, Arithmetic, forbid_tf32
 from runtime.memory import AUTO
 from runtime.model import Experts, Model
+from runtime.numa import numa_nodes, stay_near
 from runtime.prompt import MOST_ROWS, PromptPass, prompt_bytes, rows_that_fit
 from runtime.sampler import Sampler
 from runtime.saved_state import SavedState, made_on, new_ids, on_device
@@ -169,6 +171,8 @@ class Engine:
         """Make all ready. What cannot be had is refused before the spine is read. `routing_log` takes in which experts tokens use."""
         forbid_tf32()
         self.options, self.device = options, choose_device(options.device)
+        # Before anything large is read and any thread starts.
+        self._where = stay_near(numa_node(self.device), numa_nodes()) if self.device.type == "cuda" else None
         self.prepared: Prepared = manifest if isinstance(manifest, Prepared) else open_model(manifest)
         self.context = context_limit(self.geometry, options.context, is_long_context=options.is_long_context)
         spare_threads(self.geometry, self.device)
@@ -296,6 +300,7 @@ class Engine:
             + ("; cold: file pages were dropped, and both caches are emptied after the prompt pass" if options.is_cold else ""),
             str(self.vram),
             str(self.host),
+            *([self._where] if self._where is not None else []),
         ]
 
     @torch.inference_mode()

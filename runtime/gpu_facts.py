@@ -148,9 +148,7 @@ def read_gpu_facts(device: torch.device, *, sys_root: Path = Path("/sys")) -> Gp
     """Read what one GPU is and who uses it. The device must be there."""
     properties: Any = torch.cuda.get_device_properties(device)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    folder = sys_root / "bus/pci/devices" / address
-    node = _text_of(folder / "numa_node")
+    folder = _pci_folder(device, sys_root)
     return GpuFacts(
         name=properties.name,
         capability=(properties.major, properties.minor),
@@ -158,10 +156,21 @@ def read_gpu_facts(device: torch.device, *, sys_root: Path = Path("/sys")) -> Gp
         total_bytes=total_bytes,
         free_bytes=free_bytes,
         processes=_other_processes(str(properties.uuid)),
-        pci_address=address,
+        pci_address=folder.name,
         link=_link_of(folder),
-        numa_node=int(node) if node is not None and node.isdecimal() else None,
+        numa_node=numa_node(device, sys_root=sys_root),
     )
+
+
+def numa_node(device: torch.device, *, sys_root: Path = Path("/sys")) -> int | None:
+    """Return the NUMA node that a GPU is on, None where the kernel does not tell."""
+    node = _text_of(_pci_folder(device, sys_root) / "numa_node")
+    return int(node) if node is not None and node.isdecimal() else None
+
+
+def _pci_folder(device: torch.device, sys_root: Path) -> Path:
+    properties: Any = torch.cuda.get_device_properties(device)
+    return sys_root / "bus/pci/devices" / f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
 def _link_of(folder: Path) -> Link | None:

@@ -29,12 +29,12 @@ from runtime.doctor import (
     memory_finding,
     no_gpu_finding,
     numa_finding,
-    numa_nodes,
     pinning_finding,
     upload_finding,
     upload_lines,
 )
 from runtime.gpu_facts import CudaFacts, GpuFacts, GpuProcess, KernelFacts, KernelTest, Link, Registration, UploadRate, parse_processes
+from runtime.numa import numa_nodes
 
 GB = 10**9
 CUDA_THERE = CudaFacts("2.11.0", "13.0", "580.1", (13, 0), None, "")
@@ -218,7 +218,7 @@ def test_a_narrow_link_is_a_note_and_an_idle_one_is_not() -> None:
     assert narrow.level == "note" and "x8 of x16" in narrow.text
 
 
-def test_a_process_away_from_the_gpu_s_node_is_told_the_command(tmp_path: Path) -> None:
+def test_a_process_that_may_not_run_on_the_gpu_s_node_is_told_the_command(tmp_path: Path) -> None:
     for number, spans in ((0, "0-3,8"), (1, "4-7"), (2, "")):
         folder = tmp_path / f"devices/system/node/node{number}"
         folder.mkdir(parents=True)
@@ -226,10 +226,9 @@ def test_a_process_away_from_the_gpu_s_node_is_told_the_command(tmp_path: Path) 
     nodes = numa_nodes(tmp_path)
     assert nodes == {0: frozenset({0, 1, 2, 3, 8}), 1: frozenset({4, 5, 6, 7})}
     assert numa_finding(gpu(numa_node=1), nodes, {4, 5}).level == "good"
-    away = numa_finding(gpu(numa_node=1), nodes, {3, 4})
-    assert (
-        away.level == "note" and away.cure == "numactl --cpunodebind=1 --membind=1 krun ..." and "node 0: cores 0-3,8, node 1: cores 4-7" in away.text
-    )
+    assert numa_finding(gpu(numa_node=1), nodes, {3, 4}).level == "good"
+    away = numa_finding(gpu(numa_node=1), nodes, {2, 3})
+    assert away.level == "note" and "numactl --cpunodebind=1" in away.cure and "node 0: cores 0-3,8, node 1: cores 4-7" in away.text
     assert numa_finding(gpu(numa_node=None), nodes, {3}).level == "note"
     assert numa_finding(gpu(numa_node=None), ONE_NODE, {3}).level == "good"
 
