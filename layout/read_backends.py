@@ -125,7 +125,9 @@ class PythonThreads:
     def __init__(self, modes: Sequence[ReadMode], depths: Sequence[int], limits: Sequence[float | None]) -> None:
         self._modes = modes
         self._throttles = [None if limit is None else Throttle(limit) for limit in limits]
-        self._inboxes: list[SimpleQueue[ReadRequest | None]] = [SimpleQueue() for _ in modes]
+        self._inboxes: list[SimpleQueue[tuple[int, ReadRequest] | None]] = [SimpleQueue() for _ in modes]
+        # Numbers of the reads that have not ended and were not given up.
+        self._numbers, self._wanted = count(1), set[int]()
         self._ended: SimpleQueue[tuple[Completion, bool]] = SimpleQueue()
         self._is_closed = threading.Event()
         self._inbox_of_thread = [self._inboxes[drive] for drive, depth in enumerate(depths) for _ in range(depth)]
@@ -137,9 +139,11 @@ class PythonThreads:
         start_threads(self._threads)
 
     def submit(self, requests: Sequence[ReadRequest]) -> list[int]:
-        for request in requests:
-            self._inboxes[request.drive].put(request)
-        return [0] * len(requests)
+        numbered = [(next(self._numbers), request) for request in requests]
+        for number, request in numbered:
+            self._wanted.add(number)
+            self._inboxes[request.drive].put((number, request))
+        return [number for number, _ in numbered]
 
     def take(self, timeout_s: float, least: int = 1, linger_s: float = 0.0) -> list[tuple[Completion, bool]]:
         ended = list[tuple[Completion, bool]]()
@@ -153,7 +157,8 @@ class PythonThreads:
     def post(self, done: Completion) -> None:
         self._ended.put((done, True))
 
-    def cancel(self, number: int) -> None: ...
+    def cancel(self, number: int) -> None:
+        self._wanted.discard(number)
 
     def close(self, timeout_s: float) -> None:
         self._is_closed.set()
@@ -165,17 +170,21 @@ class PythonThreads:
 
     def _serve(self, drive: int) -> None:
         inbox, mode, throttle = self._inboxes[drive], self._modes[drive], self._throttles[drive]
-        while (request := inbox.get()) is not None:
+        while (item := inbox.get()) is not None:
+            number, request = item
             if self._is_closed.is_set():
                 continue
             start = time.perf_counter()
             payload, error = None, None
             try:
+                if number not in self._wanted:
+                    raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED), str(request.extent.path))
                 payload = read_extent(request.extent, request.buffer, mode)
                 if throttle is not None:
                     throttle.delay(len(payload), start)
             except Exception as caught:
                 error = caught
+            self._wanted.discard(number)
             ended = time.perf_counter()
             self._ended.put((Completion(request, payload, error, ended - start, ended), False))
 

@@ -1,6 +1,7 @@
 """The store: the right bytes in the right slot whatever the caches, the drives and their failures; and what it counts."""
 
 import dataclasses
+import errno
 import gc
 import os
 import random
@@ -21,6 +22,7 @@ from loop_mounts import mounted_ext4, run
 import runtime.storage.drives
 import runtime.storage.schedule
 import runtime.storage.store
+from layout.direct import Extent, ReadMode, read_extent
 from layout.prepared import Copies, Prepared, open_prepared
 from layout.record import expert_file_name
 from manifests.errors import DamagedDataError
@@ -331,6 +333,89 @@ def test_what_is_guessed_while_a_layer_s_reads_are_under_way_is_read_behind_them
     store.close()
 
 
+def test_a_chosen_expert_that_is_on_the_device_stays_where_the_device_was_told_until_it_is_handed_out(place: Place) -> None:
+    model = place()
+    store = model.store(n_device=4, n_host=20)
+    for layer, experts in ((1, [0, 1]), (2, [0, 1])):
+        model.fetch(store, layer, experts)
+    told, n_found = store.addresses(1).copy(), 0
+    # The cache is full, and these two are the least recently used.
+    for group in store.fetch_groups(1, [5, 0, 1]):
+        for expert, slot in group:
+            assert bytes(store.record(slot).cpu().numpy()) == model.contents[1, expert]
+            if told[expert]:
+                assert store.address(slot) == told[expert]
+                n_found += 1
+    assert n_found == 2
+    store.close()
+
+
+def test_what_comes_while_a_guess_is_begun_is_not_waited_for_again(place: Place) -> None:
+    model = place()
+    store = model.store(n_device=20, n_host=40)
+    monotonic = time.perf_counter
+
+    def guess() -> None:
+        # By now the layer's last record is there.
+        until = monotonic() + 0.05
+        while monotonic() < until:
+            pass
+        store.prefetch(2, [])
+
+    began = store.counts.wait_s
+    for _ in store.fetch_groups(1, [0, 1], meanwhile=guess):
+        pass
+    # A wait for what has come already would take a tenth of a second.
+    assert store.counts.wait_s - began < 0.09
+    store.close()
+
+
+@pytest.mark.usefixtures("python_reads")
+def test_a_drive_that_cancels_reads_by_itself_has_failed(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = place(n_drives=2)
+    bad = model.prepared.drive_directories[1]
+
+    def read(extent: Extent, buffer: memoryview, mode: ReadMode) -> memoryview:
+        if extent.path.is_relative_to(bad):
+            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED), str(extent.path))
+        return read_extent(extent, buffer, mode)
+
+    monkeypatch.setattr("layout.read_backends.read_extent", read)
+    store = model.store(n_device=20, n_host=40, servers=(0, 1))
+    model.fetch(store, 1, ALL)
+    assert store.counts.drives[1].n_failed > 0 and any("set aside" in remark for remark in model.remarks)
+    store.close()
+
+
+@pytest.mark.parametrize("threads", ["C", "Python"])
+def test_what_a_broken_off_layer_had_asked_for_is_hardly_read(place: Place, threads: str, request: pytest.FixtureRequest) -> None:
+    if threads == "Python":
+        request.getfixturevalue("python_reads")
+    model = place()
+    # Twenty milliseconds a record.
+    store = model.store(n_device=20, n_host=40, limits=[5e5])
+    groups = cast(Generator[object], store.fetch_groups(1, ALL))
+    next(groups)
+    groups.close()
+    n_read = store.counts.read_bytes
+    model.fetch(store, 2, [0])
+    wait_for(lambda: not store._draining, store)
+    assert store.counts.read_bytes - n_read <= (1 + store.depths[0]) * N_BYTES and store.counts.n_failed == 0
+    store.close()
+
+
+def test_guesses_do_not_outlive_a_layer_that_is_broken_off(place: Place) -> None:
+    model = place()
+    store = model.store(n_device=20, n_host=40, limits=[5e5])
+    groups = cast(Generator[object], store.fetch_groups(1, ALL, meanwhile=lambda: store.prefetch(2, [3, 4])))
+    next(groups)
+    groups.close()
+    assert not store._prefetched and store.counts.n_prefetch_cancelled == store.counts.n_prefetch_issued == 2
+    wait_for(lambda: not store._draining, store)
+    model.fetch(store, 3, ALL)
+    store.close()
+
+
 def test_a_guess_that_turns_out_wrong_is_given_up(place: Place) -> None:
     model = place()
     store = model.store(n_device=20, n_host=40)
@@ -456,9 +541,10 @@ def test_a_read_that_hangs_comes_from_the_other_copy_and_its_slot_is_not_used_me
     model.fetch(store, 1, ALL)
     stall(model.path(0, 2, 5))
     # Until it is the first drive's turn to deliver it.
+    rng = random.Random(1)
     for _ in range(50):
         for layer in LAYERS:
-            model.fetch(store, layer, ALL)
+            model.fetch(store, layer, rng.sample(ALL, len(ALL)))
         if store.counts.drives[0].n_slow:
             break
     assert store.counts.drives[0].n_slow >= 1

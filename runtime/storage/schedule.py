@@ -281,8 +281,8 @@ class Scheduler:
         return pause_s
 
     def given_up(self, read: Read, now: float) -> None:
-        """Account for a chunk that was not read because its job was cancelled."""
-        self._end(read, now, is_good=False)
+        """Account for a chunk that was not read because its job was cancelled: the time was others'."""
+        self._end(read, min(now, self._servers[self._server_of[read.drive]].mark), is_good=False)
 
     def pause(self, drive: int, now: float) -> float:
         """Ask a drive only where there is no other copy, for 5 s, doubled at each pause without a good read between; return the seconds."""

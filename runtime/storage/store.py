@@ -197,7 +197,9 @@ class Store:
 
     def prefetch(self, layer: int, experts: Sequence[int]) -> None:
         """Read experts into the host pool in what time the drives have to spare; what the layer then does not need is given up."""
-        self._drain()
+        # Within a fetch that was done just now, and what comes meanwhile is what it waits for next.
+        if self._layer is None:
+            self._drain()
         for expert in experts:
             key = ExpertKey(layer, expert)
             if key in self._device or key in self._host or key in self._incoming:
@@ -219,6 +221,10 @@ class Store:
         # Where all of them find a host slot, the scheduler orders them, and a drive is set to work before the last is looked at.
         is_scarce = 2 * len(keys) > self._host.n_slots
         state.n_unseen, absent = len(keys), []
+        # Work that is under way uses what is on the device of these: it stays whatever is read first.
+        for key in keys:
+            if key in self._device:
+                self._device.pin(key)
         for key in keys:
             is_passing = key in state.passing
             slot = self._device.find(key, is_prompt=is_prompt, is_passing=is_passing)
@@ -300,7 +306,10 @@ class Store:
         """Return how many ends to take in together, and how long to wait for them once the first is there."""
         if self._scheduler.has_waiting:
             # What waits at the drives lasts for longer.
-            return _N_AT_ONCE, _LINGER_S
+            return min(_N_AT_ONCE, self._scheduler.n_in_flight), _LINGER_S
+        if state.queue or self._whole_in_host:
+            # What arrives makes room for these.
+            return 1, 0.0
         if all(incoming.is_copying for incoming in self._incoming.values() if incoming.is_wanted):
             # There is time to take these in before a group can be handed out, but for the last of it.
             return max(1, state.n_until_group // 2), _LONGEST_LINGER_S
@@ -419,13 +428,14 @@ class Store:
         if done.refused:
             raise self._device.refused(done.refused)
         read, incoming = ticket.read, ticket.incoming
-        ended = done.ended
+        # A drive may say so of itself, too.
+        ended, is_given_up = done.ended, done.is_cancelled and incoming.is_dead
         incoming.n_out -= 1
         for count in ticket.counts:
             count.end(ended)
             count.read_bytes += read.n_bytes if done.error is None else 0
-            count.n_failed += done.error is not None and not done.is_cancelled
-        if done.is_cancelled:
+            count.n_failed += done.error is not None and not is_given_up
+        if is_given_up:
             self._scheduler.given_up(read, ended)
         elif done.error is not None:
             self._take_failure(done.error, ticket, ended)
@@ -719,6 +729,12 @@ class Store:
         for room in self._whole_in_host:
             self._free(room)
         self._whole_in_host.clear()
+        # The layers that these were guessed for do not come next.
+        for key in self._prefetched:
+            if key in self._incoming:
+                self.counts.n_prefetch_cancelled += 1
+                self._kill(self._incoming[key])
+        self._prefetched.clear()
 
 
 def _size(chunk: Chunk) -> int:
