@@ -25,7 +25,7 @@ def size_fault(path: str | Path, n_bytes: int) -> str | None:
     try:
         found = os.stat(path)
     except OSError as error:
-        return f"is missing or cannot be opened: {error.strerror}"
+        return f"is missing or cannot be opened: {error.strerror}; expected a file of {counted(n_bytes, 'byte')}"
     if not stat.S_ISREG(found.st_mode):
         # Anything but a directory gives way to a file that takes its name.
         cure = ": move it away" if stat.S_ISDIR(found.st_mode) else ""

@@ -64,7 +64,7 @@ def test_what_keeps_a_file_from_being_one_is_told_before_it_is_opened(tmp_path: 
     # An open of it would wait for a writer; a size says nothing about it.
     assert file_fault(fifo, 0) == "is a FIFO, expected a file"
     assert file_fault(tmp_path, tmp_path.stat().st_size) == "is a directory, expected a file: move it away"
-    assert file_fault(tmp_path / "none", 0) == "is missing or cannot be opened: No such file or directory"
+    assert file_fault(tmp_path / "none", 0) == "is missing or cannot be opened: No such file or directory; expected a file of 0 bytes"
     assert file_fault(make_file(tmp_path / "whole", 0), STEP) is None
 
 

@@ -149,7 +149,7 @@ def test_copies_that_are_missing_or_of_the_wrong_size_or_no_files_are_left_out_a
     ]
     assert gone == [[], [(1, 0), (1, 1), (1, 2), (9, 15)], [(1, 0), (2, 3)]]
     assert copies.faults == [
-        f"layer 1 expert 0 on {first} (tier B): L1-E0.bin is missing or cannot be opened: No such file or directory",
+        f"layer 1 expert 0 on {first} (tier B): L1-E0.bin is missing or cannot be opened: No such file or directory; expected a file of 9792 bytes",
         f"layer 1 expert 1 on {first} (tier B): L1-E1.bin is a FIFO, expected a file",
         f"layer 1 expert 2 on {first} (tier B): L1-E2.bin is a directory, expected a file: move it away",
         f"layer 9 expert 15 on {first} (tier B): L9-E15.bin has 9791 bytes, expected 9792",
