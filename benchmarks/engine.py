@@ -177,12 +177,12 @@ def all_resident(bench: Bench) -> None:
     bench.found["all_resident"] |= {"ideal_step_s": ideal, "share_of_copy_rate": ideal / (run.seconds / len(run.step_s))}
 
 
-def three_drives(bench: Bench, slow: float = 1.0, name: str = "three_drives") -> None:
+def three_drives(bench: Bench, slow: float = 1.0, name: str = "three_drives", **more: Any) -> None:
     """Emulated 14, 7 and 3.5 GB/s, A and B full, C half; `slow` is what the first one reaches of its profile."""
     rates = (14 * GB, 7 * GB, 3.5 * GB)
     drives = bench.drives(1.0, 1.0, 0.5, rates=rates)
     drives = (drives[0]._replace(bytes_per_s=rates[0] * slow, profile_bytes_per_s=rates[0]), *drives[1:])
-    run = bench.run(name, drives, bench.k, 4 * bench.k)
+    run = bench.run(name, drives, bench.k, 4 * bench.k, **more)
     holds = [drive.holds for drive in bench.rig.model(drives).manifest.drives]
     servers = Servers(tuple(d.bytes_per_s or 0.0 for d in drives), (0, 1, 2))
     masks = servers.masks(holds)
@@ -213,6 +213,15 @@ def usual_drives(bench: Bench) -> None:
         print(name, facts, flush=True)
 
 
+def guesses(bench: Bench) -> None:
+    """The same with one and two guesses of the next layer's experts, of which a share is right as on the small model: what is the default to be?"""
+    for n_prefetch in (1, 2):
+        bench.run(f"no_cache_guess_{n_prefetch}", bench.drives(1.0), bench.k, 4 * bench.k, n_prefetch=n_prefetch)
+        drives = bench.drives(1.0, rates=(USUAL_BYTES_PER_S,))
+        bench.run(f"usual_guess_{n_prefetch}", drives, bench.slots(VRAM_BYTES), bench.slots(POOL_BYTES), n_prefetch=n_prefetch)
+    three_drives(bench, name="three_drives_guess_2", n_prefetch=2)
+
+
 def blocks(bench: Bench) -> None:
     """Blocks of rows against as many plain steps, nothing kept between steps.
 
@@ -232,7 +241,7 @@ def blocks(bench: Bench) -> None:
 
 def drafting(bench: Bench) -> None:
     """A text that repeats itself, plainly and with drafts of what it said before: with all experts on the device, and with none kept."""
-    cases = {"resident": (32 * len(bench.rig.geometry.moe_layers), 64, bench.among(32), 512), "streamed": (160, 192, bench.among(147), 128)}
+    cases = {"resident": (32 * len(bench.rig.geometry.moe_layers), 64, bench.among(32), 512), "streamed": (160, 192, bench.among(147), 64)}
     for name, (device, host, routing, n_tokens) in cases.items():
         setting = Setting(bench.drives(1.0), device, host, routing, n_tokens)
         plain = bench.rig.write(setting)
@@ -278,7 +287,7 @@ def same_bits(bench: Bench) -> None:
     print("same bits:", bench.found["same_bits"]["is_equal"], flush=True)
 
 
-STAGES = (parts, kernels, no_cache, large_cache, all_resident, three_drives, slow_drive, usual_drives, blocks, drafting, same_bits)
+STAGES = (parts, kernels, no_cache, large_cache, all_resident, three_drives, slow_drive, usual_drives, guesses, blocks, drafting, same_bits)
 # Only if asked for: each takes minutes.
 MORE_STAGES = (two_hundred,)
 
