@@ -385,3 +385,14 @@ def test_a_prompt_pass_in_between_costs_decode_few_hits(synthetic: Trace) -> Non
     undisturbed = hits([])
     assert undisturbed > 0.3 * len(second)
     assert hits(prompt) >= 0.95 * undisturbed
+
+
+def test_a_slot_that_was_pinned_twice_is_let_go_twice() -> None:
+    cache = SlotCache(1)
+    cache.take(key(1))
+    cache.pin(key(1))
+    cache.unpin(key(1))
+    assert cache.take(key(2)) is None and cache.n_pinned == 1
+    cache.unpin(key(1))
+    cache.unpin(key(1))
+    assert cache.take(key(2)) is not None

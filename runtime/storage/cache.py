@@ -21,7 +21,7 @@ class ExpertKey(NamedTuple):
 
 
 class SlotCache:
-    """A fixed number of slots and the experts in them. A pinned slot is not evicted."""
+    """A fixed number of slots and the experts in them. A pinned slot is not evicted; it may be pinned more than once, and must be let go as often."""
 
     def __init__(self, n_slots: int, *, prompt_room: int = PROMPT_ROOM, on_evict: Callable[[ExpertKey], None] | None = None) -> None:
         assert n_slots > 0 and prompt_room > 0
@@ -32,7 +32,7 @@ class SlotCache:
         # Oldest use first in both.
         self._decode: OrderedDict[ExpertKey, int] = OrderedDict()
         self._prompt: OrderedDict[ExpertKey, int] = OrderedDict()
-        self._pinned: set[ExpertKey] = set()
+        self._pinned: dict[ExpertKey, int] = {}
 
     def __len__(self) -> int:
         return len(self._decode) + len(self._prompt)
@@ -73,19 +73,22 @@ class SlotCache:
         slot = self._free.pop() if self._free else self._evict(is_prompt)
         if slot is not None:
             (self._prompt if is_prompt or is_passing else self._decode)[key] = slot
-            self._pinned.add(key)
+            self._pinned[key] = 1
         return slot
 
     def pin(self, key: ExpertKey) -> None:
         assert key in self
-        self._pinned.add(key)
+        self._pinned[key] = self._pinned.get(key, 0) + 1
 
     def unpin(self, key: ExpertKey) -> None:
-        self._pinned.discard(key)
+        """Let go of an expert once; of one that is not pinned nothing is to be let go."""
+        n_pins = self._pinned.pop(key, 0)
+        if n_pins > 1:
+            self._pinned[key] = n_pins - 1
 
     def drop(self, key: ExpertKey) -> None:
         """Forget an expert whose bytes did not arrive."""
-        self._pinned.discard(key)
+        self._pinned.pop(key, None)
         self._free.append(self._remove(key))
 
     def clear(self) -> None:

@@ -229,7 +229,6 @@ class Store:
             is_passing = key in state.passing
             slot = self._device.find(key, is_prompt=is_prompt, is_passing=is_passing)
             if slot is not None:
-                self._device.pin(key)
                 state.hits.append((key, slot))
                 continue
             if key in self._incoming:
