@@ -14,7 +14,8 @@ from xml.etree import ElementTree
 import pytest
 import typer
 import xxhash
-from conftest import command, succeed
+from conftest import succeed
+from inside import krun, ran
 
 from manifests.errors import BadInputError, Interrupted, UsageError
 from manifests.load import load_manifest
@@ -116,7 +117,7 @@ def test_the_picture_is_one_and_has_a_bar_for_each_repeat(paired: Bench) -> None
 def test_other_weights_are_told_by_where_the_texts_part_and_nothing_is_thrown_away(extractions: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "o.json"
     one, other = extractions["tiny-k3.1"], extractions["tiny-k3"]
-    done = command("krun", "bench", "-m", one, "--ids", IDS, "--repeat", 1, "-n", 4, "--pair", f"-m {other}", "--out", out)
+    done = krun("bench", "-m", one, "--ids", IDS, "--repeat", 1, "-n", 4, "--pair", f"-m {other}", "--out", out)
     assert done.code == 4, done
     document = json.loads(out.read_text())
     a, b = (r["ids"] for r in document["repeats"])
@@ -129,16 +130,16 @@ def test_an_equal_run_of_before_is_compared_and_another_text_is_refused(paired: 
     changed = json.loads(paired.path.read_text())
     changed["repeats"][3]["ids"][2] += 1
     (tmp_path / "changed.json").write_text(json.dumps(changed))
-    run = ("krun", "bench", "-m", extractions["tiny-k3.1"], "--ids", IDS, "--repeat", 1, "-n", 6, "--device", "cpu", "--against")
-    done = succeed(*run, paired.path)
+    run = ("bench", "-m", extractions["tiny-k3.1"], "--ids", IDS, "--repeat", 1, "-n", 6, "--device", "cpu", "--against")
+    done = ran(*run, paired.path)
     assert done.out.splitlines()[0].split("  ")[-1].strip() == "A / other A" and f"and to {paired.path}" in done.out
-    done = command(*run, tmp_path / "changed.json")
+    done = krun(*run, tmp_path / "changed.json")
     assert done.code == 4 and "A 1 and other A 2 part at new token 3" in done.err
 
 
 def test_a_run_that_fails_is_told_in_its_own_words_and_what_ran_before_is_kept(extractions: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "o.json"
-    done = command("krun", "bench", "-m", extractions["tiny-k3.1"], "--ids", IDS, "-n", 2, "--repeat", 3, "--pair", "-c 2", "--out", out)
+    done = krun("bench", "-m", extractions["tiny-k3.1"], "--ids", IDS, "-n", 2, "--repeat", 3, "--pair", "-c 2", "--out", out)
     assert done.code == 3, done
     assert "B 1: the prompt has 4 tokens, but the context is 2" in done.err and "--pair" not in done.err.split("it was: krun generate")[0]
     document = json.loads(out.read_text())

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from conftest import DATA, Outcome, command, succeed
+from conftest import DATA, Outcome
+from inside import kprep, prepared, ran
 from safetensors.numpy import save_file
 
 from layout.checkpoint import open_checkpoint
@@ -93,7 +94,7 @@ def geometry_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def checkpoint(geometry_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("larger") / "checkpoint"
-    succeed("kprep", "make-tiny", made, "--geometry", geometry_file)
+    prepared("make-tiny", made, "--geometry", geometry_file)
     return made
 
 
@@ -101,46 +102,58 @@ def checkpoint(geometry_file: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def whole(checkpoint: Path) -> Path:
     """The checkpoint, extracted without interruption; not to be changed."""
     out = checkpoint.parent / "whole"
-    succeed("kprep", "extract", checkpoint, out)
+    prepared("extract", checkpoint, out)
     return out
+
+
+@pytest.fixture(scope="module")
+def good(whole: Path) -> dict[str, bytes]:
+    """What every expert's file must have."""
+    return files_of(whole / "experts")
 
 
 def test_make_tiny_leaves_no_checkpoint_that_could_pass_for_a_whole_one(geometry_file: Path, checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "made"
-    arguments = ("kprep", "make-tiny", out, "--geometry", geometry_file)
-    assert is_interrupted(interrupt(exists(out / "model-00005-of-000043.safetensors"), *arguments))
+    arguments = ("make-tiny", out, "--geometry", geometry_file)
+    assert is_interrupted(interrupt(exists(out / "model-00005-of-000043.safetensors"), "kprep", *arguments))
     assert partials(tmp_path) == []
     with pytest.raises(BadInputError, match=r"model\.safetensors\.index\.json|config\.json"):
         open_checkpoint(out)
     good = files_of(checkpoint)
     assert all(good[name] == data for name, data in files_of(out).items())
     shutil.rmtree(out)
-    succeed(*arguments)
+    prepared(*arguments)
     assert files_of(out) == good
 
 
-@pytest.mark.parametrize("n_times", [1, 3])
+# More than one Ctrl-C meets the cleaning up, which has one kind for the spine and one for the experts.
 @pytest.mark.parametrize(
-    ("sign", "wait_s"),
-    [("spine.gguf.partial", 0.0), ("experts/L1-E0.bin", 0.0), ("experts/L9-E0.bin", 0.001), ("experts/L39-E40.bin", 0.002)],
+    ("sign", "wait_s", "n_times"),
+    [
+        ("spine.gguf.partial", 0.0, 1),
+        ("spine.gguf.partial", 0.0, 3),
+        ("experts/L1-E0.bin", 0.0, 1),
+        ("experts/L9-E0.bin", 0.001, 1),
+        ("experts/L9-E0.bin", 0.001, 3),
+        ("experts/L39-E40.bin", 0.002, 1),
+    ],
 )
-def test_extract(checkpoint: Path, whole: Path, tmp_path: Path, sign: str, wait_s: float, n_times: int) -> None:
+def test_extract(checkpoint: Path, whole: Path, good: dict[str, bytes], tmp_path: Path, sign: str, wait_s: float, n_times: int) -> None:
     out = tmp_path / "out"
     assert is_interrupted(interrupt(exists(out / sign), "kprep", "extract", checkpoint, out, wait_s=wait_s, n_times=n_times))
     assert partials(out) == []
     assert not (out / "manifest.yaml").exists()
-    good = files_of(whole / "experts")
     if (out / "experts").exists():
         assert all(good[name] == data for name, data in files_of(out / "experts").items())
     if n_times == 1:
-        succeed("kprep", "extract", checkpoint, out)
+        prepared("extract", checkpoint, out)
         assert files_of(out / "experts") == good
         assert (out / "spine.gguf").read_bytes() == (whole / "spine.gguf").read_bytes()
         assert files_of(out / "tokenizer") == files_of(whole / "tokenizer")
         assert not (out / "extract.journal").exists()
 
 
-def test_extract_killed_outright_goes_on_too(checkpoint: Path, whole: Path, tmp_path: Path) -> None:
+def test_extract_killed_outright_goes_on_too(checkpoint: Path, good: dict[str, bytes], tmp_path: Path) -> None:
     """Not even a chance to clean up: what is left under partial names is taken over by the next run."""
     out = tmp_path / "out"
     program = Path(sys.executable).with_name("kprep")
@@ -148,6 +161,7 @@ def test_extract_killed_outright_goes_on_too(checkpoint: Path, whole: Path, tmp_
         process = subprocess.Popen([program, "extract", checkpoint, out], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while not (out / sign).exists():
             assert process.poll() is None
+            time.sleep(0.001)
         process.kill()
         process.wait()
         assert not (out / "manifest.yaml").exists()
@@ -155,8 +169,8 @@ def test_extract_killed_outright_goes_on_too(checkpoint: Path, whole: Path, tmp_
     shutil.rmtree(out)
     out.mkdir()
     (out / "extract.journal").touch()
-    succeed("kprep", "extract", checkpoint, out)
-    assert files_of(out / "experts") == files_of(whole / "experts")
+    prepared("extract", checkpoint, out)
+    assert files_of(out / "experts") == good
     assert [path for path in partials(out) if not path.name.startswith(".probe-")] == []
 
 
@@ -169,41 +183,39 @@ def copy_of(whole: Path, home: Path) -> Path:
     return Path(shutil.copyfile(whole / "manifest.yaml", home / "manifest.yaml"))
 
 
-@pytest.mark.parametrize("n_times", [1, 3])
-@pytest.mark.parametrize("sign", ["a/L1-E0.bin", "a/L20-E9.bin", "a/L39-E60.bin"])
-def test_place(whole: Path, tmp_path: Path, sign: str, n_times: int) -> None:
+@pytest.mark.parametrize(("sign", "n_times"), [("a/L1-E0.bin", 1), ("a/L20-E9.bin", 1), ("a/L20-E9.bin", 3), ("a/L39-E60.bin", 1)])
+def test_place(whole: Path, good: dict[str, bytes], tmp_path: Path, sign: str, n_times: int) -> None:
     manifest = copy_of(whole, tmp_path / "model")
     former = manifest.read_bytes()
     # On one device: the base is split over both.
     a, b = tmp_path / "a", tmp_path / "b"
     a.mkdir()
     b.mkdir()
-    arguments = ("kprep", "place", manifest, "--tier", f"A={a}", "--tier", f"B={b}", "--limit", "B=2slots")
-    assert is_interrupted(interrupt(exists(tmp_path / sign), *arguments, n_times=n_times))
+    arguments = ("place", manifest, "--tier", f"A={a}", "--tier", f"B={b}", "--limit", "B=2slots")
+    assert is_interrupted(interrupt(exists(tmp_path / sign), "kprep", *arguments, n_times=n_times))
     assert partials(tmp_path / "model", a, b) == []
     assert manifest.read_bytes() == former
-    succeed("kprep", "verify-hashes", manifest)
+    prepared("verify-hashes", manifest)
     if n_times > 1:
         return
-    succeed(*arguments)
-    good = files_of(whole / "experts")
+    prepared(*arguments)
     drives = load_manifest(manifest).drives
     assert sum(int(drive.holds.sum()) for drive in drives) == N_RECORDS
     assert all(good[name] == data for drive in (a, b) for name, data in files_of(drive).items() if name.endswith(".bin"))
-    succeed("kprep", "verify-hashes", manifest)
+    prepared("verify-hashes", manifest)
 
 
 def test_place_again_after_one_that_was_interrupted_keeps_the_former_placement_true(whole: Path, tmp_path: Path) -> None:
     manifest = copy_of(whole, tmp_path / "model")
     for name in "ab":
         (tmp_path / name).mkdir()
-    succeed("kprep", "place", manifest, "--tier", f"A={tmp_path / 'a'}")
+    prepared("place", manifest, "--tier", f"A={tmp_path / 'a'}")
     former = manifest.read_bytes()
-    move = ("kprep", "place", manifest, "--tier", f"A={tmp_path / 'b'}")
-    assert is_interrupted(interrupt(exists(tmp_path / "b" / "L5-E5.bin"), *move))
+    move = ("place", manifest, "--tier", f"A={tmp_path / 'b'}")
+    assert is_interrupted(interrupt(exists(tmp_path / "b" / "L5-E5.bin"), "kprep", *move))
     assert manifest.read_bytes() == former
-    succeed("kprep", "verify-hashes", manifest)
-    succeed(*move)
+    prepared("verify-hashes", manifest)
+    prepared(*move)
     assert load_manifest(manifest).generation == 3
     assert files_of(tmp_path / "b").keys() == files_of(tmp_path / "a").keys()
 
@@ -236,11 +248,11 @@ def test_generate(whole: Path, wait_s: float) -> None:
 def test_score(whole: Path, tmp_path: Path, wait_s: float) -> None:
     save_file({"long": np.arange(1500) % 480, "short": np.arange(5)}, tmp_path / "ids.safetensors")
     out = tmp_path / "logits.safetensors"
-    arguments = ("krun", "score", "-m", whole, "--ids-file", tmp_path / "ids.safetensors", "--out", out, "--device", "cpu")
-    assert is_interrupted(interrupt(reads_from(whole / "experts"), *arguments, "--key", "long", wait_s=wait_s))
+    arguments = ("score", "-m", whole, "--ids-file", tmp_path / "ids.safetensors", "--out", out, "--device", "cpu")
+    assert is_interrupted(interrupt(reads_from(whole / "experts"), "krun", *arguments, "--key", "long", wait_s=wait_s))
     assert sorted(tmp_path.iterdir()) == [tmp_path / "ids.safetensors"]
     if wait_s:
-        succeed(*arguments, "--key", "short")
+        ran(*arguments, "--key", "short")
         assert out.exists()
 
 
@@ -251,11 +263,12 @@ def test_a_request_to_end_is_an_interruption_too(checkpoint: Path, tmp_path: Pat
     )
     while not (out / "experts" / "L2-E0.bin").exists():
         assert process.poll() is None
+        time.sleep(0.001)
     process.terminate()
     outcome = Outcome(0, *process.communicate(timeout=60))._replace(code=process.returncode)
     assert is_interrupted(outcome)
     assert partials(out) == []
-    assert command("kprep", "verify-hashes", out).code == 3
+    assert kprep("verify-hashes", out).code == 3
 
 
 @pytest.mark.parametrize("program", ["kprep", "krun"])
