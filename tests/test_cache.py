@@ -210,27 +210,29 @@ def test_a_use_long_ago_counts_less() -> None:
 @settings(deadline=None, max_examples=150)
 @given(st.integers(1, 6), st.lists(st.tuples(st.integers(0, 12), st.integers(0, 4), st.booleans()), max_size=80))
 def test_slots_are_never_shared_nor_lost(make: type[SlotCache], n_slots: int, steps: list[tuple[int, int, bool]]) -> None:
-    cache, pinned = make(n_slots), dict[int, int]()
+    cache, pinned, n_pins = make(n_slots), dict[int, int](), Counter[int]()
     for n, what, is_prompt in steps:
         if what == 0 and key(n) not in cache:
             slot = cache.take(key(n), is_prompt=is_prompt)
             assert (slot is not None) or pinned or is_prompt
             if slot is not None:
-                pinned[n] = slot
+                pinned[n], n_pins[n] = slot, 1
         elif what == 1:
             cache.unpin(key(n))
-            pinned.pop(n, None)
+            n_pins[n] = max(0, n_pins[n] - 1)
+            if not n_pins[n]:
+                pinned.pop(n, None)
         elif what == 2 and key(n) in cache:
             cache.pin(key(n))
             slot = cache.find(key(n), is_prompt=is_prompt)
             assert slot is not None
-            pinned[n] = slot
+            pinned[n], n_pins[n] = slot, n_pins[n] + 1
         elif what == 3 and isinstance(cache, HostPool):
             cache.lacked(key(n))
             cache.passed_to_device(key(n))
         elif what == 4 and isinstance(cache, HostPool):
             cache.off_device(key(n))
-        assert len(cache) <= n_slots
+        assert len(cache) <= n_slots and cache.n_pinned == len(pinned)
         slots = [cache.find(key(n), is_prompt=True) for n in sorted(held(cache, 13))]
         assert len(set(slots)) == len(slots) and all(slot in range(n_slots) for slot in slots)
         assert all(cache.find(key(n), is_prompt=True) == slot for n, slot in pinned.items())
