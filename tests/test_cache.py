@@ -1,7 +1,7 @@
 """The slot cache: who stays, who goes, and how often that turns out well."""
 
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 
 import numpy as np
