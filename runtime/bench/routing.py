@@ -18,7 +18,7 @@ TRACE_KEY = "experts"
 ZIPF_EXPONENT = 0.6
 # Consecutive tokens of real texts share 22 to 34 % of their experts.
 REPEAT_SHARE = 0.25
-# Of the likeliest quarter of a layer's experts, guessed from the state before that layer, so many are chosen: measured on the small model that ships.
+# Of guesses from the state before a layer so many are right: on the small model that ships 98 of 100 with one a layer, 96 with two.
 RIGHT_GUESSES = 0.95
 
 
