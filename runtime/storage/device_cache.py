@@ -24,7 +24,7 @@ class DeviceCache(SlotCache):
         """Make the slots, for records of n_bytes of experts [layers, experts]. Raises DeviceError if there is not that much memory."""
         self._slots: DeviceSlots = open_device_slots(n_slots, n_bytes, device)
         super().__init__(n_slots, on_evict=self._left)
-        self._tell_evicted, self._n_bytes = on_evict, n_bytes
+        self._tell_evicted = on_evict
         # Where each record that work may use begins, 0 where there is none.
         self._addresses = np.zeros(shape, np.int64)
         self._landing: dict[ExpertKey, int] = {}
