@@ -36,6 +36,9 @@ from runtime.storage.flat_out import DEPTHS, Source, best_flat_out
 from runtime.storage.incoming import Phase
 from runtime.storage.store import Store
 
+# Of a run's host slots these are as many as no processor's cache holds.
+_MOST_BUFFERS = 256
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -314,8 +317,10 @@ class Rig:
             run.samples.append(sample_of(run.counts, run.seconds))
         run.digests.append(xxhash.xxh3_128_hexdigest(logits.numpy().tobytes()))
 
-    def flat_out(self, drives: Sequence[EmulatedDrive], *, seconds: float) -> tuple[float, int]:
+    def flat_out(self, drives: Sequence[EmulatedDrive], *, seconds: float, n_slots: int = 0) -> tuple[float, int]:
         """Return bytes/s that the reader reaches on these directories' files at its best depth, uploading all that it reads, and that depth.
+
+        n_slots  host slots of the run that this is set beside: as many are read into in turns, as far as it makes a difference
 
         Drives that are slowed down are slowed down here too.
         """
@@ -328,7 +333,8 @@ class Rig:
         sources = [Source(probe_directory(drive.directory), 1, chooser(n), drive.bytes_per_s) for n, drive in enumerate(drives)]
         step = max(PAGE, *(source.mode.alignment for source in sources))
         registrar = CudaRegistrar(self.device) if self.device.type == "cuda" else None
-        arena = Arena(len(drives) * (DEPTHS[-1] + 1), round_up(self.layout.n_bytes, step), registrar=registrar, on_remark=lambda remark: None)
+        n_buffers = max(len(drives) * (DEPTHS[-1] + 1), min(n_slots, _MOST_BUFFERS))
+        arena = Arena(n_buffers, round_up(self.layout.n_bytes, step), registrar=registrar, on_remark=lambda remark: None)
         slots = open_device_slots(1, self.layout.n_bytes, self.device)
         try:
             buffers = [arena.slot(n) for n in range(arena.n_slots)]

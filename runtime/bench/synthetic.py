@@ -40,7 +40,7 @@ THREAD_BYTES_PER_S = 2.5e9
 _INT8_RMS = 73.6
 # Matrices whose products are added to the running sum, and what they are multiplied with where a text is to repeat itself.
 _ADDENDS = ("attn_output.weight", "ffn_down.weight", "ffn_down_shexp.weight", "ffn_routed_up.weight")
-_QUIET = 1 / 32
+_QUIET = 1 / 256
 
 
 class EmulatedDrive(NamedTuple):

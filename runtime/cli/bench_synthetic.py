@@ -82,7 +82,7 @@ def bench_synthetic(asked: Asked, *, out: Path | None, chart: Path | None, as_js
         for line in effective:
             note(line)
         run = rig.run(_setting(asked, drives, became), on_remark=note)
-        flat_out, depth = rig.flat_out(drives, seconds=FLAT_OUT_S)
+        flat_out, depth = rig.flat_out(drives, seconds=FLAT_OUT_S, n_slots=run.setting.n_host_slots)
     stats = synthetic_statistics(run, model, flat_out=flat_out, flat_out_depth=depth, device=str(device))
     document = _document(asked, effective, device, stats)
     if out is not None:

@@ -60,9 +60,14 @@ def q8_0_product_of_many(x: Tensor, w: Q8Matrix, *, scratch_bytes: int = SCRATCH
     step = _rows_at_once(w, n_rows_of_x, scratch_bytes)
     for start in range(0, n_rows, step):
         end = min(start + step, n_rows)
-        sums = _float32_sums(parts, expand_halves(w, start, end))
-        torch.mul(sums[0] if len(sums) == 1 else sums.sum(0), factors, out=out[:, start:end])
+        _write_product(parts, expand_halves(w, start, end), factors, out[:, start:end])
     return out
+
+
+def _write_product(x: Tensor, w: Tensor, factors: Tensor, out: Tensor) -> None:
+    """Write the product of some of the matrix' rows. A function, so that its sums are let go of before those of the next rows are made."""
+    sums = _float32_sums(x, w)
+    torch.mul(sums[0] if len(sums) == 1 else sums.sum(0), factors, out=out)
 
 
 def columns_at_once(n_cols: int) -> int:

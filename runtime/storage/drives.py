@@ -21,8 +21,8 @@ _REQUEST_BYTES_PER_S = 2.5e9
 LEAST_PIECE = 1 << 20
 # How long the engine may be busy elsewhere before a drive idles.
 _AHEAD_S = 2e-3
-# More than a layer has.
-_MANY = 1 << 20
+# A token's layer at once, and of a prompt's only what the engine takes in next: of what lies there longer, less is in the processor's cache.
+_MOST_AHEAD = 64
 
 
 class Holders:
@@ -59,13 +59,14 @@ def pieces_of(n_bytes: int, depths: Sequence[int], steps: Sequence[int], are_who
     return [None if is_whole or piece >= n_bytes else piece for piece, is_whole in zip(pieces, are_whole or [False] * len(pieces), strict=True)]
 
 
-def n_ahead(depth: int, piece: int | None, bytes_per_s: float | None, *, is_alone: bool = False) -> int:
+def n_ahead(n_bytes: int, depth: int, piece: int | None, bytes_per_s: float | None, *, is_alone: bool = False) -> int:
     """Return how many requests, or pieces, wait at a drive beyond those in flight, so that it does not idle while the engine is busy elsewhere.
 
+    n_bytes   of a record
     is_alone  whether no other drive could take them
     """
     if is_alone:
-        return _MANY
+        return _MOST_AHEAD * (1 if piece is None else -(-n_bytes // piece))
     least = 1 + depth // 4
     return least if piece is None else max(least, math.ceil((bytes_per_s or depth * _REQUEST_BYTES_PER_S) * _AHEAD_S / piece))
 
@@ -88,7 +89,7 @@ def drive_facts(
         DriveFacts(
             dense[number],
             prepared.manifest.drives[n].tier,
-            depth + n_ahead(depth, piece, rate, is_alone=len(drives) == 1),
+            depth + n_ahead(prepared.record.n_bytes, depth, piece, rate, is_alone=len(drives) == 1),
             rate if all(rates) else None,
             piece,
         )

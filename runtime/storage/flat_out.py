@@ -1,7 +1,8 @@
 """What the reader reaches when nothing else has to be done: the measure of storage efficiency."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,37 +27,40 @@ def flat_out_bytes_per_s(
     sources: Sequence[Source],
     *,
     seconds: float,
-    buffers: Iterator[memoryview] | None = None,
+    buffers: Sequence[memoryview] | None = None,
     uploader: Uploader = TO_MEMORY,
     target: Target | None = None,
 ) -> float:
     """Read records at random from all sources at once, each at its depth and in pieces as the store's, for a time; return bytes per second.
 
-    buffers  to read into, one more than the depth for each source; None to make them
+    buffers  to read into in turns, no fewer than all depths and one more for each source; None to make so many. What fits the processor's cache
+             is read and copied on faster than what does not
     target   where the uploader copies all records on to, one over the other; None for nowhere
     """
     rng, n_read = np.random.default_rng(0), 0
     modes, depths = [s.mode for s in sources], [s.depth for s in sources]
     pieces = pieces_of(sources[0].choose(rng).n_bytes, depths, [max(PAGE, mode.alignment) for mode in modes])
     with Reader(modes, depths, limits=[s.limit for s in sources], pieces=pieces, uploader=uploader) as reader:
+        # One more than are read, so that none of the readers waits for this thread.
+        begins = [number for number, source in enumerate(sources) for _ in range(source.depth + 1)]
+        if buffers is None:
+            buffers = [aligned_buffer(span_bytes(sources[n].choose(rng).n_bytes, sources[n].mode.alignment)) for n in begins]
+        free = deque(buffers)
 
-        def submit(number: int, buffer: memoryview) -> None:
-            reader.submit(ReadRequest(None, number, sources[number].choose(rng), buffer, target=target))
+        def submit(number: int) -> None:
+            reader.submit(ReadRequest(None, number, sources[number].choose(rng), free.popleft(), target=target))
 
-        begun, n_in_flight = time.perf_counter(), 0
-        for number, source in enumerate(sources):
-            # One more than are read, so that none of the readers waits for this thread.
-            for _ in range(source.depth + 1):
-                made = aligned_buffer(span_bytes(source.choose(rng).n_bytes, source.mode.alignment)) if buffers is None else next(buffers)
-                submit(number, made)
-                n_in_flight += 1
+        begun, n_in_flight = time.perf_counter(), len(begins)
+        for number in begins:
+            submit(number)
         while n_in_flight:
             done = reader.wait()
             n_in_flight -= 1
+            free.append(done.request.buffer)
             if done.payload is not None:
                 n_read += len(done.payload)
             if time.perf_counter() - begun < seconds:
-                submit(done.request.drive, done.request.buffer)
+                submit(done.request.drive)
                 n_in_flight += 1
         return n_read / (time.perf_counter() - begun)
 
@@ -73,7 +77,6 @@ def best_flat_out(
     rates = {}
     for depth in DEPTHS:
         at_depth = [source._replace(depth=depth) for source in sources]
-        given = None if buffers is None else iter(buffers)
-        rates[depth] = flat_out_bytes_per_s(at_depth, seconds=seconds, buffers=given, uploader=uploader, target=target)
+        rates[depth] = flat_out_bytes_per_s(at_depth, seconds=seconds, buffers=buffers, uploader=uploader, target=target)
     best = max(rates, key=lambda depth: rates[depth])
     return rates[best], best
