@@ -130,12 +130,16 @@ def test_the_prompt_s_experts_are_those_that_decode_arithmetic_chooses(plain: Wr
 
 
 def test_every_flag_shows_in_the_effective_configuration(plain: Written, tuned: Written) -> None:
-    shown = ("prefetch 2 experts", "at most 1 request in flight on tier A", "(required)", "reads not hashed", "decode arithmetic", "cold: ")
+    shown = ("at most 1 request in flight on tier A", "(required)", "reads not hashed", "decode arithmetic", "cold: ")
     assert all(part in tuned.err and part not in plain.err for part in shown)
+    assert "prefetch 2 experts" in tuned.err
     assert f"at most {N_TOKENS} tokens; the likeliest token each time" in plain.err
     stats = tuned.stats["repeats"][0]["stats"]["phases"]["decode"]
     assert stats["n_prefetch_issued"] > 0 and stats["n_prefetch_used"] + stats["n_prefetch_cancelled"] <= stats["n_prefetch_issued"]
-    assert plain.stats["repeats"][0]["stats"]["phases"]["decode"]["n_prefetch_issued"] == 0
+    # What measured best is the default: on a CPU that is none.
+    is_on_gpu = plain.stats["repeats"][0]["stats"]["device"].startswith("cuda")
+    assert f"prefetch {2 if is_on_gpu else 0} experts" in plain.err
+    assert (plain.stats["repeats"][0]["stats"]["phases"]["decode"]["n_prefetch_issued"] > 0) == is_on_gpu
     assert f"{stats['n_prefetch_issued']} prefetched (" in tuned.err
 
 

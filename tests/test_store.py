@@ -24,6 +24,7 @@ import runtime.storage.schedule
 import runtime.storage.store
 from layout.direct import Extent, ReadMode, read_extent
 from layout.prepared import Copies, Prepared, open_prepared
+from layout.reader import ReadRequest
 from layout.record import expert_file_name
 from manifests.errors import DamagedDataError
 from manifests.manifest import Drive
@@ -348,6 +349,26 @@ def test_a_chosen_expert_that_is_on_the_device_stays_where_the_device_was_told_u
                 assert store.address(slot) == told[expert]
                 n_found += 1
     assert n_found == 2
+    store.close()
+
+
+def test_reads_go_on_to_the_device_while_right_guesses_wait_in_the_pool(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = place()
+    store = model.store(n_device=8, n_host=40)
+    store.prefetch(2, [6, 7])
+    model.fetch(store, 1, [0, 1])
+    wait_for(lambda: not store._incoming, store)
+    asked, submit = list[ReadRequest](), store._reader.submit
+
+    def spy(*requests: ReadRequest) -> list[int]:
+        asked.extend(requests)
+        return submit(*requests)
+
+    monkeypatch.setattr(store._reader, "submit", spy)
+    model.fetch(store, 2, [6, 7, 0, 1, 2, 3, 4, 5])
+    assert store.counts.n_host_hits == 2 and len(asked) == 6
+    # As many slots as the layer needs: none of the reads takes one of those that the guesses wait for.
+    assert all(request.target is not None for request in asked)
     store.close()
 
 

@@ -24,7 +24,9 @@ VERIFY_EVERY = 16
 VRAM_OPTION = typer.Option(metavar="SIZE", help="Records kept on the device: 27.5GB, 512MB, 16slots, or auto.")
 HOST_OPTION = typer.Option(metavar="SIZE", help="Records kept in host memory, on their way and after: a size, or auto.")
 VERIFY_OPTION = typer.Option(metavar="N", min=0, help="Check the hash of every Nth record that is read; 0 for none.")
-PREFETCH_OPTION = typer.Option(metavar="N", min=0, max=2, help="Experts of the next layer to guess and read behind each layer's reads.")
+PREFETCH_OPTION = typer.Option(
+    metavar="N", min=0, max=2, help="Experts of the next layer to guess and read behind each layer's reads; without it 2 on a GPU, else 0."
+)
 LONG_CONTEXT_OPTION = typer.Option(metavar="unverified", help="Go beyond what is exact, with K3.1's indexer, whose form nobody has verified.")
 TIER_CAP_OPTION = typer.Option("--tier-cap", metavar="C=2", help="Most requests in flight on all drives of a tier together; may be repeated.")
 

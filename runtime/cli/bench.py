@@ -33,7 +33,7 @@ from runtime.bench.runs import (
     table_lines,
     time_bar,
 )
-from runtime.cli.arguments import HOST_OPTION, PREFETCH_OPTION, VRAM_OPTION, DeviceOption, check_outputs
+from runtime.cli.arguments import HOST_OPTION, VRAM_OPTION, DeviceOption, check_outputs
 from runtime.cli.bench_synthetic import DEFAULT_FILES, DEFAULT_ROUTING, DEFAULT_TOKENS, Asked, bench_synthetic, default_files
 from runtime.cli.generate import generate_command
 
@@ -58,7 +58,9 @@ def bench_command(
     device: DeviceOption = None,
     vram_cache: Annotated[str | None, VRAM_OPTION] = None,
     host_pool: Annotated[str | None, HOST_OPTION] = None,
-    prefetch: Annotated[int | None, PREFETCH_OPTION] = None,
+    prefetch: Annotated[
+        int | None, typer.Option(metavar="N", min=0, max=2, help="As for generate; with --synthetic the guesses are emulated, and none without it.")
+    ] = None,
     cold: Annotated[bool, typer.Option("--cold", help="As krun generate has it.")] = False,
     pair: Annotated[str | None, typer.Option(metavar="FLAGS", help="A second configuration: these flags on top; runs alternate A B B A.")] = None,
     against: Annotated[Path | None, typer.Option(metavar="OTHER.json", help="A document of before, whose ids must be equal too.")] = None,

@@ -75,7 +75,7 @@ def generate_command(
     exact_prefill: ExactPrefillOption = False,
     cold: Annotated[bool, typer.Option("--cold", help="Drop cached file pages first, and both caches after the prompt pass.")] = False,
     verify_reads: Annotated[int, VERIFY_OPTION] = VERIFY_EVERY,
-    prefetch: Annotated[int, PREFETCH_OPTION] = 0,
+    prefetch: Annotated[int | None, PREFETCH_OPTION] = None,
     tier_cap: Annotated[list[str] | None, TIER_CAP_OPTION] = None,
     drafter: Annotated[
         str | None, typer.Option(metavar="ngram|DIR", help="Check several drafted tokens at a time: repeats of the text, or a small Qwen3's in DIR.")

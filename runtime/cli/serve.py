@@ -58,7 +58,7 @@ def serve_command(
     long_context: Annotated[str | None, LONG_CONTEXT_OPTION] = None,
     exact_prefill: ExactPrefillOption = False,
     verify_reads: Annotated[int, VERIFY_OPTION] = VERIFY_EVERY,
-    prefetch: Annotated[int, PREFETCH_OPTION] = 0,
+    prefetch: Annotated[int | None, PREFETCH_OPTION] = None,
     tier_cap: Annotated[list[str] | None, TIER_CAP_OPTION] = None,
     require_direct: RequireDirectOption = False,
 ) -> None:

@@ -650,8 +650,9 @@ class Store:
         """Return where the threads that read copy a chunk on to, None if it is not to go to the device unseen or finds no slot there now."""
         if not incoming.is_wanted or incoming.expected is not None or incoming.is_spare:
             return None
-        # Slots are first for what waits for them already.
-        if self._whole_in_host:
+        # Slots are first for what waits for them already; of those that are not pinned, a prompt may not take each.
+        n_waiting = len(self._whole_in_host)
+        if n_waiting and (self.phase is Phase.PROMPT or n_waiting >= self._device.n_slots - self._device.n_pinned):
             return None
         slot = self._land(incoming.key)
         return None if slot is None else self._device.target(slot, chunk.begin)
