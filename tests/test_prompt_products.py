@@ -1,16 +1,19 @@
 """What the prompt pass computes for many rows at once, against float64: its product, and its attention over a latent cache."""
 
+import weakref
+
 import pytest
 import torch
 from interpreted import accept_numpy_2_4, run_interpreted
 from torch import Tensor
 
+from runtime.kernels import prompt_q8_0
 from runtime.kernels.launch import IS_INTERPRETED
 from runtime.kernels.mla import attend_expanded
 from runtime.kernels.products_check import random_q8_0
 from runtime.kernels.prompt_mla import attend_by_heads, block_sizes
 from runtime.kernels.prompt_q8_0 import columns_at_once, expand_halves, halves, q8_0_product_of_many, split_rows
-from runtime.kernels.q8_0 import expand_q8_0, pack_q8_0
+from runtime.kernels.q8_0 import Q8Matrix, expand_q8_0, pack_q8_0
 
 if IS_INTERPRETED:
     accept_numpy_2_4()
@@ -45,6 +48,25 @@ def test_columns_are_cut_evenly(n_cols: int, at_once: int) -> None:
 def test_product_agrees_with_float64(m: int, n: int, k: int, scratch_bytes: int, source: torch.Generator) -> None:
     w, x = random_q8_0(n, k, source), normal((m, k), source)
     assert_close(q8_0_product_of_many(x, w, scratch_bytes=scratch_bytes), x.double() @ w.expand().double().T)
+
+
+@needs_kernels
+def test_the_sums_of_some_rows_are_let_go_of_before_the_next_are_made(source: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, n_alive, real = list[weakref.ref[Tensor]](), list[int](), prompt_q8_0.expand_halves
+
+    def expand(w: Q8Matrix, start: int, end: int) -> Tensor:
+        n_alive.append(sum(sums() is not None for sums in made))
+        return real(w, start, end)
+
+    def keep(x: Tensor, w: Tensor) -> Tensor:
+        sums = torch.bmm(x.float(), w.float().transpose(1, 2))
+        made.append(weakref.ref(sums))
+        return sums
+
+    monkeypatch.setattr(prompt_q8_0, "expand_halves", expand)
+    monkeypatch.setattr(prompt_q8_0, "_float32_sums", keep)
+    q8_0_product_of_many(normal((20, 2112), source), random_q8_0(150, 2112, source), scratch_bytes=30_000)
+    assert len(n_alive) > 2 and not any(n_alive)
 
 
 @needs_kernels
