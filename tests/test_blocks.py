@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,8 +45,8 @@ def has_equal_bits(a: State, b: State) -> bool:
 
 
 @contextmanager
-def opened(manifest: Path, device: str) -> Iterator[Engine]:
-    with Engine(manifest, Options(device=device, context=256), on_remark=quiet) as engine, torch.inference_mode():
+def opened(manifest: Path, device: str, **options: Any) -> Iterator[Engine]:
+    with Engine(manifest, Options(device=device, context=256, **options), on_remark=quiet) as engine, torch.inference_mode():
         engine.store.phase = Phase.DECODE
         yield engine
 
@@ -101,19 +102,27 @@ def test_what_is_kept_of_a_block_has_the_bits_of_plain_steps(engine: Engine, tex
         assert has_equal_bits(decoder.state.copied(), states[N_BEFORE + n_kept])
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_text_of_cut_blocks_goes_on_with_the_bits_of_plain_steps(extractions: dict[str, Path], device: str, name: str) -> None:
+# As little as a block of 16 rows needs, and what is guessed of the next layer read meanwhile.
+SMALL = {"vram_cache": "16slots", "host_pool": "20slots", "n_prefetch": 2}
+
+
+@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in MODELS), (MODELS[-1], SMALL)])
+def test_a_text_of_cut_blocks_goes_on_with_the_bits_of_plain_steps(
+    extractions: dict[str, Path], device: str, name: str, options: dict[str, Any]
+) -> None:
     cuts = [(3, 1), (16, 7), (2, 2), (5, 4), (1, 1), (16, 1), (16, 15), (8, 3), (4, 1), (4, 3)]
+    text = text_of(sum(n_kept for _, n_kept in cuts), 256)
     with opened(extractions[name], device) as engine:
-        decoder, at, rows = engine.decoder, 0, []
-        text = text_of(sum(n_kept for _, n_kept in cuts), engine.geometry.vocab_size)
         expected = plain_digests(engine, text)
+    with opened(extractions[name], device, **options) as engine:
+        decoder, counts, at, rows = engine.decoder, engine.store.counts, 0, []
         decoder.state.reset()
         for n_rows, n_kept in cuts:
             block = [*text[at : at + n_kept], *text_of(n_rows - n_kept, engine.geometry.vocab_size, seed=at)]
             rows.append(decoder.step(block, can_cut=True)[:n_kept].to("cpu", copy=True))
             decoder.keep(n_kept)
             at += n_kept
+        assert counts.n_prefetch_used > 10 or not options
     assert decoder.state.n_tokens == at
     assert digests(torch.cat(rows)) == expected
 
