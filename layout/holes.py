@@ -18,19 +18,30 @@ _KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a
 
 
 def size_fault(path: str | Path, n_bytes: int) -> str | None:
-    """Return in words what keeps a path from being a file of n_bytes, such as `is a FIFO, expected a file`; or None.
-
-    Who opens a FIFO waits for its writer: what may be one is looked at first.
-    """
+    """Return in words what keeps a path from being a file of n_bytes, such as `is a FIFO, expected a file`; or None."""
     try:
         found = os.stat(path)
     except OSError as error:
         return f"is missing or cannot be opened: {error.strerror}; expected a file of {counted(n_bytes, 'byte')}"
-    if not stat.S_ISREG(found.st_mode):
+    if (fault := _kind_fault(found)) is not None:
         # Anything but a directory gives way to a file that takes its name.
-        cure = ": move it away" if stat.S_ISDIR(found.st_mode) else ""
-        return f"is {_KINDS.get(stat.S_IFMT(found.st_mode), 'of another kind')}, expected a file{cure}"
+        return f"{fault}: move it away" if stat.S_ISDIR(found.st_mode) else fault
     return None if found.st_size == n_bytes else f"has {counted(found.st_size, 'byte')}, expected {n_bytes}"
+
+
+def kind_fault(path: Path) -> str | None:
+    """Return in words what keeps a path from being a file; or None.
+
+    Who opens a FIFO waits for its writer: what may be one is looked at first.
+    """
+    try:
+        return _kind_fault(os.stat(path))
+    except OSError as error:
+        return f"is missing or cannot be opened: {error.strerror}; expected a file"
+
+
+def _kind_fault(found: os.stat_result) -> str | None:
+    return None if stat.S_ISREG(found.st_mode) else f"is {_KINDS.get(stat.S_IFMT(found.st_mode), 'of another kind')}, expected a file"
 
 
 def file_fault(path: Path, n_bytes: int) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from layout.sizes import counted
@@ -24,6 +24,7 @@ from manifests.manifest import Manifest
 from runtime.kernels.rows import Arithmetic
 from runtime.model import initial_indexed_state
 from runtime.state import MlaState, State, initial_state, tensors_of, with_tensors
+from runtime.tensor_files import opened
 
 FORMAT = "ktier state 1"
 _AGAIN = "make it again with --state-out"
@@ -73,7 +74,7 @@ def read_state(path: Path, manifest: Manifest, *, context: int, arithmetic: Arit
     Raises BadInputError if it is no state of this model or does not suit the run, DamagedDataError if its bytes are not those that were written.
     """
     try:
-        with safe_open(path, framework="pt") as file:
+        with opened(path, "pt") as file:
             facts = file.metadata() or {}
             _check_facts(path, facts, manifest, arithmetic)
             found = {name: _shape_of(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118 (the file object is no mapping)

@@ -1,13 +1,17 @@
 """Token numbers and logits in safetensors files."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from layout.holes import kind_fault
 from layout.writer import write_bytes
 from manifests.errors import BadInputError, UsageError
 
@@ -46,9 +50,18 @@ def check_writable(path: Path, *, flag: str = "--out") -> None:
         raise UsageError(f"{flag} {path}: {'is a directory' if path.is_dir() else 'there is no directory ' + str(path.parent)}; name a file")
 
 
+@contextmanager
+def opened(path: Path, framework: str) -> Iterator[Any]:
+    """Open a safetensors file, for "pt" or "np". Raises BadInputError if it is no file: the library would wait for a FIFO's writer for ever."""
+    if (fault := kind_fault(path)) is not None:
+        raise BadInputError(f"{path}: {fault}")
+    with safe_open(path, framework=framework) as file:
+        yield file
+
+
 def _read(path: Path, key: str, *, cure: str = "") -> Tensor:
     try:
-        with safe_open(path, framework="pt") as file:
+        with opened(path, "pt") as file:
             if key not in file.keys():  # noqa: SIM118 (the file object is no mapping)
                 raise BadInputError(f"{path}: holds no {key!r}; it holds {', '.join(sorted(file.keys())[:20])}{cure}")
             tensor: Tensor = file.get_tensor(key)

@@ -1,5 +1,6 @@
 """A text's state in a file: a run that goes on from it has the bits of one that never stopped, and whatever does not fit is refused."""
 
+import os
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -171,10 +172,11 @@ def test_a_file_that_was_cut_short_is_refused(written: Path, manifest: Manifest,
         read(tmp_path / "cut", manifest)
 
 
-@pytest.mark.parametrize("place", ["nothing", "directory"])
-def test_what_is_no_file_is_refused(manifest: Manifest, place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("place", "what"), [("nothing", "missing"), ("directory", "a directory"), ("fifo", "a FIFO")])
+def test_what_is_no_file_is_refused(manifest: Manifest, place: str, what: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
     (tmp_path / "directory").mkdir()
-    with pytest.raises(BadInputError, match=f"{place}: cannot be read as a saved state"):
+    with pytest.raises(BadInputError, match=f"{place}: is {what}"):
         read(tmp_path / place, manifest)
 
 

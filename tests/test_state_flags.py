@@ -1,6 +1,7 @@
 """--state-out, --state-in and --long-context through the command line."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -50,6 +51,18 @@ def test_a_state_that_does_not_fit_is_refused(extractions: dict[str, Path], tmp_
     path.write_bytes(path.read_bytes()[:-100])
     assert "cut short" in refused(extractions["tiny-k3"], prompt, "--state-in", path)
     assert refused(extractions["tiny-k3"], prompt, "--state-out", tmp_path / "nowhere" / "state").startswith("2 ")
+
+
+def test_what_is_no_file_is_told_so_and_never_waited_for(extractions: dict[str, Path], tmp_path: Path) -> None:
+    model, fifo = extractions["tiny-k3"], tmp_path / "fifo"
+    os.mkfifo(fifo)
+    assert refused(model, [1, 2], "--state-in", fifo) == f"3 krun: {fifo}: is a FIFO, expected a file\n"
+    for command in (
+        ("score", "-m", model, "--ids-file", fifo, "--out", tmp_path / "out"),
+        ("bench", "--synthetic", "tiny", "--routing", f"trace:{fifo}", "--dir", tmp_path),
+    ):
+        outcome = krun(*command)
+        assert outcome.code == 3 and "is a FIFO, expected a file" in outcome.err, outcome
 
 
 @pytest.fixture(scope="module")

@@ -185,7 +185,7 @@ def test_the_room_of_a_spine_is_known_before_it_is_made() -> None:
         (("--dir", "{a}@0.5"), 2, ("the first two directories must hold every expert",)),
         (("--dir", "{a}", "--routing", "zipf:x"), 2, ("--routing zipf:x",)),
         (("--dir", "{a}", "--routing", "gauss"), 2, ("--routing gauss: expected uniform, zipf",)),
-        (("--dir", "{a}", "--routing", "trace:{a}/none"), 3, ("{a}/none: not a readable safetensors file",)),
+        (("--dir", "{a}", "--routing", "trace:{a}/none"), 3, ("{a}/none: is missing or cannot be opened",)),
         (("--dir", "{a}", "--expert-files", "145"), 2, ("--expert-files 145: there are no more than 144",)),
         (("--dir", "{a}", "--rows", "17"), 2, ("--rows",)),
         (("--dir", "{a}", "-n", "2047"), 2, ("make a text of 2049 tokens; this model takes at most 2048",)),

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import safetensors.numpy
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from layout.writer import write_bytes
 from manifests.errors import BadInputError, UsageError
 from manifests.geometry import Geometry
+from runtime.tensor_files import opened
 
 TRACE_KEY = "experts"
 # With it the most used tenth of 896 experts takes 40 % of the picks, as was published of real texts.
@@ -97,7 +98,7 @@ def _with_repeats(picks: np.ndarray, share: float, rng: np.random.Generator) -> 
 def read_trace(path: Path, geometry: Geometry) -> np.ndarray:
     """Return a recorded trace, rising, int64 [tokens, MoE layers, k]. Raises BadInputError if it is not one of this geometry."""
     try:
-        with safe_open(path, "np") as file:
+        with opened(path, "np") as file:
             if TRACE_KEY not in file.keys():  # noqa: SIM118
                 raise BadInputError(f"{path}: no tensor named {TRACE_KEY}: not a routing trace")
             trace = file.get_tensor(TRACE_KEY)
