@@ -86,6 +86,13 @@ class Bench:
         print(name, {key: round(value, 4) if isinstance(value := facts[key], float) else value for key in shown}, flush=True)
         return run
 
+    def over_slowest(self, run: Run, drive_bytes_per_s: float) -> dict[str, float]:
+        """Return the time of the slowest of drives and uploads with the device's own time behind it, and how far over it a step is."""
+        parts, n_steps = self.found["parts"], len(run.step_s)
+        slowest_s = max(run.counts.read_bytes / drive_bytes_per_s, run.counts.uploaded_bytes / parts["upload_bytes_per_s"]) / n_steps
+        ideal_s = slowest_s + parts["device_step_s"]
+        return {"ideal_step_s": ideal_s, "over_ideal": run.seconds / n_steps / ideal_s}
+
 
 def copy_rate(n_bytes: int = 1 << 32) -> float:
     """Return what a copy within the device moves, bytes read and written."""
@@ -156,18 +163,18 @@ def kernels(bench: Bench) -> None:
     print(f"{1000 * sum(row[2] for row in rows):8.3f} ms  {sum(row[1] for row in rows):7.1f}  in all", flush=True)
 
 
-def no_cache(bench: Bench) -> None:
-    run = bench.run("no_cache", bench.drives(1.0), bench.k, 2 * bench.k)
-    bench.found["no_cache"]["storage_efficiency"] = run.counts.read_bytes / run.seconds / bench.found["parts"]["flat_out_bytes_per_s"]
+def no_cache(bench: Bench, name: str = "no_cache", **more: Any) -> None:
+    run = bench.run(name, bench.drives(1.0), bench.k, more.pop("host_slots", 2 * bench.k), **more)
+    # Only what was computed with counts: all of it is uploaded, none of it is kept.
+    bench.found[name]["storage_efficiency"] = run.counts.uploaded_bytes / run.seconds / bench.found["parts"]["flat_out_bytes_per_s"]
+    print(name, bench.found[name]["storage_efficiency"], flush=True)
 
 
-def large_cache(bench: Bench) -> None:
+def large_cache(bench: Bench, name: str = "large_cache", **more: Any) -> None:
     """27.5 GB in VRAM and 30 GB of host memory, against the slowest part."""
-    run = bench.run("large_cache", bench.drives(1.0), bench.slots(VRAM_BYTES), bench.slots(POOL_BYTES))
-    known, n_steps = bench.found["parts"], len(run.step_s)
-    ideal = max(run.counts.read_bytes / known["flat_out_into_many_bytes_per_s"], run.counts.uploaded_bytes / known["upload_bytes_per_s"]) / n_steps
-    ideal += known["device_step_s"]
-    bench.found["large_cache"] |= {"ideal_step_s": ideal, "over_ideal": run.seconds / n_steps / ideal}
+    run = bench.run(name, bench.drives(1.0), bench.slots(VRAM_BYTES), bench.slots(POOL_BYTES), **more)
+    bench.found[name] |= bench.over_slowest(run, bench.found["parts"]["flat_out_into_many_bytes_per_s"])
+    print(name, bench.found[name]["over_ideal"], flush=True)
 
 
 def all_resident(bench: Bench) -> None:
@@ -202,23 +209,21 @@ def slow_drive(bench: Bench) -> None:
 
 def usual_drives(bench: Bench) -> None:
     """The same without and with caches from one emulated drive of 25 GB/s, which is what three or four NVMe drives reach together."""
-    drives, upload = bench.drives(1.0, rates=(USUAL_BYTES_PER_S,)), bench.found["parts"]["upload_bytes_per_s"]
+    drives = bench.drives(1.0, rates=(USUAL_BYTES_PER_S,))
     rate, _ = bench.rig.flat_out(drives, seconds=1.0)
     slots = {"usual_no_cache": (bench.k, 2 * bench.k), "usual_large_cache": (bench.slots(VRAM_BYTES), bench.slots(POOL_BYTES))}
     for name, (device, host) in slots.items():
         run = bench.run(name, drives, device, host)
-        n_steps, seconds = len(run.step_s), run.seconds
-        slowest_s = max(run.counts.read_bytes / rate, run.counts.uploaded_bytes / upload) / n_steps
-        ideal = slowest_s + bench.found["parts"]["device_step_s"]
-        facts = {"flat_out_bytes_per_s": rate, "storage_efficiency": run.counts.read_bytes / seconds / rate, "over_ideal": seconds / n_steps / ideal}
-        bench.found[name] |= facts
-        print(name, facts, flush=True)
+        efficiency = run.counts.read_bytes / run.seconds / rate
+        bench.found[name] |= {"flat_out_bytes_per_s": rate, "storage_efficiency": efficiency, **bench.over_slowest(run, rate)}
+        print(name, efficiency, bench.found[name]["over_ideal"], flush=True)
 
 
 def guesses(bench: Bench) -> None:
     """The same with one and two guesses of the next layer's experts, of which a share is right as on the small model: what is the default to be?"""
     for n_prefetch in (1, 2):
-        bench.run(f"no_cache_guess_{n_prefetch}", bench.drives(1.0), bench.k, 4 * bench.k, n_prefetch=n_prefetch)
+        no_cache(bench, f"no_cache_guess_{n_prefetch}", host_slots=4 * bench.k, n_prefetch=n_prefetch)
+        large_cache(bench, f"large_cache_guess_{n_prefetch}", n_prefetch=n_prefetch)
         drives = bench.drives(1.0, rates=(USUAL_BYTES_PER_S,))
         bench.run(f"usual_guess_{n_prefetch}", drives, bench.slots(VRAM_BYTES), bench.slots(POOL_BYTES), n_prefetch=n_prefetch)
     three_drives(bench, name="three_drives_guess_2", n_prefetch=2)
