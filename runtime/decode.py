@@ -128,6 +128,8 @@ class Decoder:
         self._lacking = set(geometry.moe_layers)
         self.wait_device_s = 0.0
         self.on_layer: Callable[[LayerFacts], None] | None = None
+        # Called with how many of the last rows are forgotten.
+        self.on_cut: Callable[[int], None] | None = None
 
     def begin(self, state: State) -> None:
         """Go on from a state of one text."""
@@ -194,7 +196,10 @@ class Decoder:
             segment.capture(self._pool, self._stream)
             self._replays[n_rows] = segment
         self._replays[n_rows].run()
+        n_cut = self.state.n_tokens - self._cut_from - n_rows
         self.state.set_n_tokens(self._cut_from + n_rows)
+        if self.on_cut is not None:
+            self.on_cut(n_cut)
 
     @property
     def rewind_bytes(self) -> int:

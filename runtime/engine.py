@@ -239,7 +239,7 @@ class Engine:
             context=self.context, n_prefetch=options.n_prefetch_on(self.device), is_long_context=options.is_long_context,
         )  # fmt: skip
         if routing_log is not None:
-            decoder.on_layer = routing_log.add_layer
+            decoder.on_layer, decoder.on_cut = routing_log.add_layer, routing_log.drop
         return decoder
 
     def _new_prompt_pass(self, routing_log: RoutingLog | None, on_remark: Callable[[str], None]) -> PromptPass | None:

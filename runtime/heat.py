@@ -28,6 +28,11 @@ class RoutingLog:
         """Take in what the decoder tells of a layer."""
         self.add(facts.layer, facts.chosen)
 
+    def drop(self, n_tokens: int) -> None:
+        """Forget the last tokens, which the text turned out not to have; they came in one piece."""
+        for parts in self._chosen.values():
+            parts[-1] = parts[-1][: len(parts[-1]) - n_tokens]
+
     def trace(self) -> np.ndarray:
         """Return the experts of every token, int16 [tokens, MoE layers, k]; a token that was broken off is left out."""
         none = np.zeros((0, self._geometry.n_experts_per_token), np.int16)

@@ -7,6 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import MODELS
@@ -14,6 +15,7 @@ from conftest import MODELS
 from manifests.geometry import load_geometry
 from runtime.decode import LEAST_RETAINING_ROWS, Decoder
 from runtime.engine import Engine, Options
+from runtime.heat import RoutingLog
 from runtime.kernels.rows import TILE_ROWS
 from runtime.state import KdaState, State, rewind_bytes
 from runtime.storage.cache import ExpertKey, SlotCache
@@ -125,6 +127,25 @@ def test_a_text_of_cut_blocks_goes_on_with_the_bits_of_plain_steps(
         assert counts.n_prefetch_used > 10 or not options
     assert decoder.state.n_tokens == at
     assert digests(torch.cat(rows)) == expected
+
+
+def test_a_log_of_routing_holds_what_was_kept_alone(engine: Engine, text: list[int]) -> None:
+    decoder = engine.decoder
+
+    def logged(cuts: Iterable[tuple[int, int]]) -> RoutingLog:
+        log, at = RoutingLog(engine.geometry), 0
+        decoder.state.reset()
+        decoder.on_layer, decoder.on_cut = log.add_layer, log.drop
+        for n_rows, n_kept in cuts:
+            decoder.step([*text[at : at + n_kept], *text_of(n_rows - n_kept, engine.geometry.vocab_size, seed=at)], can_cut=True)
+            decoder.keep(n_kept)
+            at += n_kept
+        decoder.on_layer = decoder.on_cut = None
+        return log
+
+    plain, cut = logged([(1, 1)] * 14), logged([(3, 1), (16, 7), (2, 2), (5, 4)])
+    assert plain.trace().shape[0] == 14 and np.array_equal(plain.trace(), cut.trace())
+    assert np.array_equal(plain.heat(), cut.heat())
 
 
 def test_a_block_may_be_cut_again(engine: Engine, text: list[int], states: list[State]) -> None:

@@ -366,18 +366,19 @@ def test_budgets_of_one_memory_do_not_count_it_twice() -> None:
     assert budgets_of("60slots", "20slots", g, room, room, is_shared=True).host.n_slots == 20
 
 
-def test_a_drafter_changes_no_token_and_is_told_and_counted(extractions: dict[str, Path]) -> None:
-    def run(*flags: str) -> tuple[dict[str, Any], str]:
-        outcome = succeed(
-            "krun", "generate", "-m", extractions["tiny-k3.1"], "--ids", "5,6,7,5,6,7,5,6", "-n", "24", "--device", "cpu", "--json", *flags
-        )
-        return json.loads(outcome.out), outcome.err
+def test_a_drafter_changes_no_token_and_is_told_and_counted(extractions: dict[str, Path], tmp_path: Path) -> None:
+    def run(name: str, *flags: str) -> tuple[dict[str, Any], str, bytes, bytes]:
+        model, heat, trace = extractions["tiny-k3.1"], tmp_path / f"{name}.json", tmp_path / f"{name}.safetensors"
+        given = ("--ids", "5,6,7,5,6,7,5,6", "-n", 24, "--json", "--heat-out", heat, "--trace-out", trace)
+        outcome = succeed("krun", "generate", "-m", model, "--device", "cpu", *given, *flags)
+        return json.loads(outcome.out), outcome.err, heat.read_bytes(), trace.read_bytes()
 
-    plain, _ = run()
-    drafted, notes = run("--drafter", "ngram", "--draft-gate", "0.5")
+    plain, _, *logs = run("plain")
+    drafted, notes, *logs_of_drafted = run("drafted", "--drafter", "ngram", "--draft-gate", "0.5")
     assert drafted["ids"] == plain["ids"]
     assert "drafter ngram, gate 0.5" in notes
     assert plain["stats"]["drafting"] is None and drafted["stats"]["drafting"]["n_asked"] > 0
+    assert logs_of_drafted == logs
 
 
 def test_what_there_is_one_of_is_told_in_the_singular(extractions: dict[str, Path], tmp_path: Path) -> None:
@@ -394,7 +395,6 @@ def test_what_there_is_one_of_is_told_in_the_singular(extractions: dict[str, Pat
     [
         (("--draft-gate", "0.5"), "--draft-gate: without effect"),
         (("--drafter", "ngram", "--draft-gate", "often"), "--draft-gate"),
-        (("--drafter", "ngram", "--heat-out", "heat.json"), "--heat-out: would count"),
         (("--drafter", "/nowhere"), "/nowhere"),
     ],
 )

@@ -91,7 +91,7 @@ def generate_command(
 ) -> None:
     """Continue a prompt."""
     sampler = Sampler(temp, top_p, seed)
-    choice, gate = _drafter_of(drafter, draft_gate, log_flags={"--heat-out": heat_out, "--trace-out": trace_out})
+    choice, gate = _drafter_of(drafter, draft_gate)
     options = Options(
         device,
         vram_cache,
@@ -160,15 +160,13 @@ def generate_command(
         _write_log(log, heat_out, trace_out, prepared.manifest.source.digest)
 
 
-def _drafter_of(drafter: str | None, draft_gate: str | None, *, log_flags: dict[str, Path | None]) -> tuple[DrafterChoice | None, Gate]:
-    """Return what was asked for. Raises UsageError for flags that would do nothing or count what was never in the text."""
+def _drafter_of(drafter: str | None, draft_gate: str | None) -> tuple[DrafterChoice | None, Gate]:
+    """Return what was asked for. Raises UsageError for a flag that would do nothing."""
     gate = parse_gate(draft_gate or ADAPTIVE, flag="--draft-gate")
     if drafter is None:
         if draft_gate is not None:
             raise UsageError("--draft-gate: without effect without --drafter; leave it out")
         return None, gate
-    if logs := [flag for flag, path in log_flags.items() if path is not None]:
-        raise UsageError(f"{', '.join(logs)}: would count the experts of drafts that were refused; leave --drafter out")
     return choose_drafter(drafter), gate
 
 
