@@ -34,7 +34,8 @@ __all__ = [
 
 # One thread hashes what several read: xxh3-128 takes 20 GB/s and more from memory on one core.
 READS_PER_HASH = 4
-CLOSE_S = 30.0
+# Nobody who ends a run waits longer for a drive that hangs.
+CLOSE_S = 5.0
 # How long a wait may keep an interrupt.
 _TICK_S = 0.1
 

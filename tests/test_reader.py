@@ -254,6 +254,17 @@ def test_closing_drops_hashes_that_were_not_begun(drives: Drives, monkeypatch: p
     assert_ended_since(before)
 
 
+def test_closing_leaves_a_read_behind_that_does_not_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_native: bool) -> None:
+    monkeypatch.setattr("layout.reader.CLOSE_S", 0.2)
+    (fifo,) = fifos(tmp_path, 1)
+    reader = Reader([BUFFERED], [1], is_native=is_native)
+    reader.submit(ReadRequest("late", 0, fifo, aligned_buffer(100)))
+    closing = threading.Thread(target=reader.close)
+    closing.start()
+    assert end_within(5, closing)
+    let_go_soon(fifo)
+
+
 def test_closing_drops_what_was_not_begun_and_ends_the_threads(drives: Drives, monkeypatch: pytest.MonkeyPatch) -> None:
     preadv, _ = slow_preadv(0.05)
     monkeypatch.setattr("layout.direct.os.preadv", preadv)
