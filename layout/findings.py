@@ -68,6 +68,6 @@ def locked_memory_finding() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return Finding("locked memory", MACHINE, "good", "unlimited")
-    most = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard} bytes"
-    text = f"{soft} bytes; may be raised to {most}; matters only where the GPU's driver counts krun's pinned memory against it"
+    most = "unlimited" if hard == resource.RLIM_INFINITY else format_size(hard)
+    text = f"{format_size(soft)}; may be raised to {most}; matters only where the GPU's driver counts krun's pinned memory against it"
     return Finding("locked memory", MACHINE, "note", text, f"if pinning fails: {MEMLOCK_CURE}")

@@ -1,6 +1,7 @@
 """A prepared model on disk: its manifest, where its drives are, and which copies of the experts are really there."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -118,14 +119,23 @@ def find_copies(prepared: Prepared) -> Copies:
             base |= found
     lost = np.argwhere(prepared.manifest.base_holds() & ~base)
     if len(lost):
-        wanted = [
-            f"layer {layer} expert {expert}: no usable copy on {', '.join(map(prepared.drive_name, prepared.drives_holding(layer, expert)))}"
-            for layer, expert in lost
-        ]
+        wanted = [_lost_line(prepared, holds, layer, expert) for layer, expert in lost[:10].tolist()]
         what = f"{prepared.path}: tiers A and B must hold every expert; {counted(len(lost), 'is', 'are')} gone"
-        cure = "mount the drive if one is missing; else kprep extract CHECKPOINT OUT --only missing writes them again"
-        raise DamagedDataError(listed([*wanted[:10], *faults], f"{what}; {cure}:"))
+        cure = (
+            f"mount the drive if one is missing; else kprep verify-hashes {prepared.directory} --repair restores them from other copies, "
+            "with --checkpoint CHECKPOINT from its shards"
+        )
+        raise DamagedDataError(listed([*wanted, *faults], f"{what}; {cure}:"))
     return Copies(tuple(holds), faults)
+
+
+def _lost_line(prepared: Prepared, holds: Sequence[np.ndarray], layer: int, expert: int) -> str:
+    """Say which drives of tiers A and B lack an expert, and on which others it is, given the copies that are there."""
+    names = dict(enumerate(map(prepared.drive_name, range(len(holds)))))
+    lacking = [names[n] for n in prepared.drives_holding(layer, expert) if prepared.manifest.drives[n].tier in BASE_TIERS]
+    others = [name for n, name in names.items() if holds[n][layer, expert]]
+    rest = f"; another copy is on {', '.join(others)}" if others else ""
+    return f"layer {layer} expert {expert}: no usable copy on {', '.join(lacking)}{rest}"
 
 
 def _present(prepared: Prepared, number: int, drive: Drive) -> tuple[np.ndarray, list[str]]:

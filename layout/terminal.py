@@ -19,6 +19,8 @@ from layout.sizes import format_rate, format_size
 from manifests.errors import Interrupted, KtierError
 
 PLAIN_LINE_EVERY_S = 10.0
+# Of what takes less time a rate says nothing.
+LEAST_RATED_S = 0.1
 _REQUESTS_TO_END = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -92,7 +94,10 @@ def note(text: str) -> None:
 
 
 class ProgressLine:
-    """Shows bytes done per phase, with rate and time left: a moving bar on a terminal, else a plain line now and then."""
+    """Shows bytes done per phase, with rate and time left: a moving bar on a terminal, else a plain line now and then.
+
+    A phase begins where it is told that nothing is done yet, else with the report before its first one, or with the context.
+    """
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -100,9 +105,10 @@ class ProgressLine:
         self._bars = Progress(*columns, console=console) if console.is_terminal else None
         self._tasks: dict[str, TaskID] = {}
         self._began: dict[str, float] = {}
-        self._last_line = time.monotonic()
+        self._last_line = self._last_report = time.monotonic()
 
     def __enter__(self) -> "ProgressLine":
+        self._last_line = self._last_report = time.monotonic()
         if self._bars is not None:
             self._bars.start()
         return self
@@ -119,8 +125,11 @@ class ProgressLine:
             self._bars.update(task, completed=done, total=total)
             return
         now = time.monotonic()
-        began = self._began.setdefault(phase, now)
-        if done >= total or now - self._last_line >= PLAIN_LINE_EVERY_S:
+        if not done or phase not in self._began:
+            self._began[phase] = self._last_report if done else now
+        seconds = now - self._began[phase]
+        self._last_report = now
+        if done >= total or (done and now - self._last_line >= PLAIN_LINE_EVERY_S):
             self._last_line = now
-            rate = f", {format_rate(done / (now - began))}" if now > began else ""
+            rate = f", {format_rate(done / seconds)}" if seconds >= LEAST_RATED_S else ""
             note(f"{phase}: {format_size(done)} of {format_size(total)}{rate}")

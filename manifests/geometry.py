@@ -168,7 +168,9 @@ def load_geometry(name_or_path: str) -> Geometry:
         try:
             text = Path(name_or_path).read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise BadInputError(f"geometry {name_or_path!r} is neither one of {known_geometries()} nor a readable file: {error}") from None
+            why = error.strerror if isinstance(error, OSError) else "not UTF-8"
+            known = ", ".join(known_geometries())
+            raise BadInputError(f"geometry {name_or_path}: neither one of {known} nor a file that can be read: {why}") from None
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:

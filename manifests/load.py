@@ -36,7 +36,9 @@ def load_manifest(path: Path) -> Manifest:
     try:
         text = path.read_bytes().decode("utf-8")
     except FileNotFoundError:
-        raise BadInputError(f"{path}: no such file, expected a manifest as kprep extract writes it") from None
+        is_checkpoint = (path.parent / "config.json").is_file()
+        cure = f"{path.parent} is a checkpoint: kprep extract {path.parent} OUT makes a manifest of it" if is_checkpoint else ""
+        raise BadInputError(f"{path}: no such file, expected a manifest as kprep extract writes it" + (f"; {cure}" if cure else "")) from None
     except IsADirectoryError:
         raise BadInputError(f"{path}: is a directory, expected the manifest file in it, such as {path / 'manifest.yaml'}") from None
     except OSError as error:

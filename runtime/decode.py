@@ -104,7 +104,7 @@ class Decoder:
     ) -> None:
         """Make the buffers.
 
-        n_prefetch       experts of each layer to guess and read while the device attends
+        n_prefetch       experts of the next layer to guess, which the store reads behind the layer's own
         routing          int64 [context, MoE layers, k], on the device: experts to use instead of the router's choice, by position
         guesses          int64 [context, MoE layers, n], on the device: experts to guess instead of the router's guesses
         is_long_context  evaluate K3.1's indexer, as in `Model`

@@ -196,21 +196,21 @@ def gpu_findings(cuda: CudaFacts, gpu: GpuFacts, *, nodes: dict[int, frozenset[i
     served = ".".join(map(str, cuda.driver_cuda or ("?",)))
     text = f"{gpu.name}, driver {cuda.driver or 'unknown'} (CUDA up to {served}), torch {cuda.torch_version} with CUDA {cuda.torch_cuda}"
     yield Finding("device", GPU, "good", text)
-    yield capability_finding(gpu)
+    yield capability_finding(gpu.capability, gpu.built_for)
     yield memory_finding(gpu)
     if gpu.link is not None:
         yield link_finding(gpu)
     yield numa_finding(gpu, nodes, cores)
 
 
-def capability_finding(gpu: GpuFacts) -> Finding:
-    """Judge by what the GPU can do, and whether this torch has code for it."""
-    has, least = (".".join(map(str, version)) for version in (gpu.capability, LEAST_CAPABILITY))
-    if gpu.capability < LEAST_CAPABILITY:
+def capability_finding(capability: tuple[int, int], built_for: Sequence[str]) -> Finding:
+    """Judge by what the GPU can do, and whether this torch, built for such architectures, has code for it."""
+    has, least = (".".join(map(str, version)) for version in (capability, LEAST_CAPABILITY))
+    if capability < LEAST_CAPABILITY:
         text = f"{has}; {least} is needed, for bf16 products on tensor cores"
         return Finding("compute capability", GPU, "bad", text, "a card of the A100 or RTX 30 generation or a later one")
-    if not has_code(gpu.built_for, gpu.capability):
-        text = f"{has}; torch carries code for {', '.join(gpu.built_for)}"
+    if not has_code(built_for, capability):
+        text = f"{has}; torch carries code for {', '.join(built_for)}"
         return Finding("compute capability", GPU, "bad", text, "a torch that is built for this generation: the newest release, or a nightly build")
     return Finding("compute capability", GPU, "good", f"{has} ({least} or more is needed)")
 
@@ -341,7 +341,7 @@ def _kernels(result: Examination, device: str) -> None:
 def kernel_test_finding(tests: Sequence[KernelTest], where: str) -> Finding:
     """Judge the kernels by their agreement with their plain forms."""
     text = ", ".join(map(str, tests))
-    text += f"; {sum(test.seconds for test in tests):.2f} s, a first compilation included"
+    text += f"; {sum(test.seconds for test in tests):.2f} s" + (", a first compilation included" if where == GPU else "")
     if all(test.is_right for test in tests):
         return Finding("kernel test", where, "good", text)
     if all(test.is_right or test.is_usable for test in tests):

@@ -297,7 +297,7 @@ class Engine:
             prompt += f", up to {counted(self.chunk, 'token')} at a time"
             prompt += f" ({options.chunk} asked for; the device memory left and {MOST_ROWS} are the limits)" if self.chunk < options.chunk else ""
         drives = ", ".join(self.prepared.drive_name(n) for n in range(len(self.prepared.manifest.drives)))
-        verified = f"1 read in {options.verify_reads} hashed" if options.verify_reads else "reads not hashed"
+        verified = f"1 record in {options.verify_reads} hashed" if options.verify_reads else "records not hashed"
         caps = "".join(f"; at most {counted(cap, 'request')} in flight on tier {tier}" for tier, cap in sorted(options.tier_caps.items()))
         return [
             f"device {self.device}, torch {torch.__version__}, float32{_threads(self.device)}; {how or prompt}; context {self.context}"

@@ -28,7 +28,7 @@ class Budget:
 
     def __str__(self) -> str:
         whole = " (all experts)" if self.n_slots == self.n_all else ""
-        reserve = f", {format_size(self.reserve_bytes)} left free" if self.reserve_bytes else ""
+        reserve = f", at least {format_size(self.reserve_bytes)} of memory stay free" if self.reserve_bytes else ""
         return f"{self.flag} {self.asked}: {counted(self.n_slots, 'slot')}, {format_size(self.n_slots * self.record_bytes)}{whole}{reserve}"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from layout.reader import reader_name
 from layout.sizes import counted, format_rate, format_size
 from runtime.bench.rig import Run
-from runtime.bench.runs import TIME_PARTS
+from runtime.bench.runs import TIME_PARTS, drive_title
 from runtime.bench.synthetic import SyntheticModel
 from runtime.engine import Engine, Sample
 from runtime.kernels.cuda_library import fallen_back
@@ -126,6 +126,7 @@ def phase_facts(counts: ExpertCounts) -> dict[str, Any]:
         "n_prefetch_issued": counts.n_prefetch_issued,
         "n_prefetch_used": counts.n_prefetch_used,
         "n_prefetch_cancelled": counts.n_prefetch_cancelled,
+        "n_prefetch_wasted": counts.n_prefetch_wasted,
         "by_layer": _by_layer(counts),
     }
 
@@ -211,7 +212,8 @@ def time_lines(stats: dict[str, Any]) -> list[str]:
     """Return where the mean step's time went."""
     if (times := stats["token_time"]) is None:
         return []
-    return [f"a decode step: {', '.join(f'{name} {times[key] * 1e3:.2f} ms' for name, key in TIME_PARTS.items())}"]
+    parts = [f"{name} {times[key] * 1e3:.2f} ms" for name, key in TIME_PARTS.items() if times[key]]
+    return [f"a decode step: {', '.join(parts)}"]
 
 
 def drive_lines(stats: dict[str, Any]) -> list[str]:
@@ -220,7 +222,7 @@ def drive_lines(stats: dict[str, Any]) -> list[str]:
     for drive in stats["drives"]:
         reads = drive["decode"]
         rate, share = reads["bytes_per_s_while_busy"], reads["share_of_being_last"]
-        text = f"{drive['directory']} (tier {drive['tier']}): {counted(reads['n_reads'], 'read')}, {format_size(reads['read_bytes'])}"
+        text = f"{drive_title(drive)}: {counted(reads['n_reads'], 'read')}, {format_size(reads['read_bytes'])}"
         text += f", {format_rate(rate)} while busy" if rate else ""
         text += f", last in {share:.0%} of the layers that waited" if share is not None else ""
         lines.append(text + (f", {reads['n_failed_reads']} failed" if reads["n_failed_reads"] else ""))
@@ -228,8 +230,8 @@ def drive_lines(stats: dict[str, Any]) -> list[str]:
 
 
 def _prefetch_text(decode: dict[str, Any]) -> str:
-    issued, used, cancelled = (decode[f"n_prefetch_{name}"] for name in ("issued", "used", "cancelled"))
-    return f", {issued} prefetched ({used} used, {cancelled} given up)" if issued else ""
+    issued, used, cancelled, wasted = (decode[f"n_prefetch_{name}"] for name in ("issued", "used", "cancelled", "wasted"))
+    return f", {issued} prefetched ({used} used, {cancelled} given up, {wasted} read for nothing)" if issued else ""
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:

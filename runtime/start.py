@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from layout.record import RecordLayout, record_layout
 from layout.sizes import format_size
 from manifests.errors import DeviceError, UsageError
 from manifests.geometry import Geometry
-from runtime.doctor import kernel_set_finding, kernel_test_finding, memory_finding
+from runtime.doctor import capability_finding, kernel_set_finding, kernel_test_finding, memory_finding
 from runtime.gpu_facts import GpuFacts, KernelFacts, read_gpu_facts, read_kernel_facts, run_kernel_tests
 from runtime.kernels import expert
 from runtime.kernels.cuda_library import tell_fall_back
@@ -140,12 +140,14 @@ def checked_kernels(device: torch.device, on_remark: Callable[[str], None], reco
 
     record  of the experts to be computed: if the fast kernels do not take them, that is remarked
 
-    A product in CUDA C++ that is wrong here is left to Triton, with a remark. Raises DeviceError if any other kernel is wrong.
+    A product in CUDA C++ that is wrong here is left to Triton, with a remark. Raises DeviceError if any other kernel is wrong, or if they cannot
+    run on this GPU at all.
     """
     if device.type != "cuda":
         return kernels_text(read_kernel_facts(device), [])
     # With its number, as tensors name it: what is found out about a device is remembered under its name.
     numbered = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    check_capability(torch.cuda.get_device_capability(numbered), torch.cuda.get_arch_list())
     with _warnings_told(on_remark):
         # The tests may change which kernels run.
         tests = run_kernel_tests(numbered)
@@ -156,6 +158,13 @@ def checked_kernels(device: torch.device, on_remark: Callable[[str], None], reco
         if not test.is_right and test.is_usable:
             on_remark(f"kernel self-test: {test}")
     return kernels_text(facts, tests)
+
+
+def check_capability(capability: tuple[int, int], built_for: Sequence[str]) -> None:
+    """Raise DeviceError if the kernels cannot run on a GPU of this compute capability, or a torch built for such architectures not on it."""
+    finding = capability_finding(capability, built_for)
+    if finding.level == "bad":
+        raise DeviceError(f"{finding.what} {finding.text}; {finding.cure}")
 
 
 def kernels_text(facts: KernelFacts, tests: list[KernelTest]) -> str:

@@ -42,7 +42,8 @@ class ExpertCounts:
     """Where the experts came from in one phase, prompt pass or decode.
 
     drives      in the manifest's order; tiers holds the same by letter
-    n_records   records that came whole from drives because they were needed
+    n_records   records that came whole from drives because they were needed; what a guess had read before it was needed is a host hit
+    n_prefetch_*  guesses, and of those that are over: needed, given up in time, and read for nothing
     wait_s      time in which nothing could be done but wait for a drive, in n_waits pieces
     upload_wait_s  time in which nothing could be done but wait for an upload to free its host slot
     host_s      time in the store's own code, waits left out
@@ -69,6 +70,7 @@ class ExpertCounts:
     n_prefetch_issued: int = 0
     n_prefetch_used: int = 0
     n_prefetch_cancelled: int = 0
+    n_prefetch_wasted: int = 0
     device_hits_by_layer: Counter[int] = field(default_factory=Counter)
     host_hits_by_layer: Counter[int] = field(default_factory=Counter)
     records_by_layer: Counter[int] = field(default_factory=Counter)

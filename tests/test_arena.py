@@ -161,7 +161,7 @@ def test_more_device_memory_than_there_is_is_told_in_one_sentence(device: str) -
 def test_a_budget_leaves_the_reserve_alone_and_says_so() -> None:
     facts = {"flag": "--host-pool", "record_bytes": 10**7, "n_all": 10**6, "available_bytes": 10**10, "reserve_bytes": 4 * 10**9}
     budget = budget_of("auto", auto_bytes=10**10, **facts)
-    assert budget.n_slots == 600 and "4GB left free" in str(budget)
+    assert budget.n_slots == 600 and "at least 4GB of memory stay free" in str(budget)
     assert budget_of("6GB", auto_bytes=0, **facts).n_slots == 600
     with pytest.raises(DeviceError, match="are to be had, and 4GB of 10GB stay free"):
         budget_of("6.1GB", auto_bytes=0, **facts)

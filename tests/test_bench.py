@@ -21,13 +21,15 @@ from manifests.errors import BadInputError, Interrupted, UsageError
 from manifests.load import load_manifest
 from runtime.bench import runs as bench
 from runtime.bench.chart import RateSeries
-from runtime.bench.document import checkout_commit, driver_version, ids_digest
+from runtime.bench.document import _ROOT, checkout_commit, driver_version, ids_digest
 from runtime.bench.runs import (
     ChildError,
     Output,
     Spread,
     Variant,
     first_difference,
+    is_only_cut,
+    parting,
     rate_series,
     read_bench,
     running_order,
@@ -91,7 +93,7 @@ def test_flags_reach_the_runs_that_they_were_given_for(paired: Bench) -> None:
     printed_a, printed_b = ("\n".join(c["effective"]) for c in (a, b))
     assert "--vram-cache 4slots: 4 slots" in printed_b and "--host-pool 5slots: 5 slots" in printed_b
     assert "--vram-cache auto" in printed_a
-    assert "1 read in 3 hashed" in printed_a and "1 read in 3 hashed" in printed_b
+    assert "1 record in 3 hashed" in printed_a and "1 record in 3 hashed" in printed_b
     reads = {r["configuration"]: r["stats"]["phases"]["decode"]["n_reads"] for r in paired.document["repeats"]}
     assert reads["B"] > reads["A"], "a cold run with small caches reads more"
 
@@ -124,6 +126,8 @@ def test_other_weights_are_told_by_where_the_texts_part_and_nothing_is_thrown_aw
     at = next(n for n in range(4) if a[n] != b[n])
     assert f"A 1 and B 1 part at new token {at + 1}: A 1 chose {a[at]}, B 1 chose {b[at]}" in done.err
     assert document["failure"] in done.err
+    assert "B / A" not in done.out and done.out.splitlines()[-1].endswith("; unequal texts, no ratios")
+    assert done.out.split()[:2] == ["A", "B"], "what was measured is shown all the same"
 
 
 def test_an_equal_run_of_before_is_compared_and_another_text_is_refused(paired: Bench, extractions: dict[str, Path], tmp_path: Path) -> None:
@@ -132,18 +136,97 @@ def test_an_equal_run_of_before_is_compared_and_another_text_is_refused(paired: 
     (tmp_path / "changed.json").write_text(json.dumps(changed))
     run = ("bench", "-m", extractions["tiny-k3.1"], "--ids", IDS, "--repeat", 1, "-n", 6, "--device", "cpu", "--against")
     done = ran(*run, paired.path)
-    assert done.out.splitlines()[0].split("  ")[-1].strip() == "A / other A" and f"and to {paired.path}" in done.out
+    assert done.out.splitlines()[0].split("  ")[-1].strip() == "A / other A"
+    digest = paired.document["repeats"][0]["ids_xxh3_128"]
+    assert done.out.splitlines()[-1].endswith(f"; ids {digest}, equal to those of {paired.path}")
     done = krun(*run, tmp_path / "changed.json")
     assert done.code == 4 and "A 1 and other A 2 part at new token 3" in done.err
+    assert "A / other" not in done.out and "equal to those" not in done.out and "other A" in done.out.splitlines()[0]
+
+
+def test_a_text_of_before_of_another_prompt_ends_the_bench_after_one_run(paired: Bench, extractions: dict[str, Path]) -> None:
+    """What a text's token numbers are shows when it has run; those that are given as numbers are compared before."""
+    done = krun("bench", "-m", extractions["tiny-k3.1"], "-p", "xyz", "-n", 6, "--device", "cpu", "--against", paired.path)
+    assert done.code == 3 and f"--against {paired.path}: made with another prompt, 4 tokens (5,6,7,8), here " in done.err
+    assert "A 1 of 3" in done.err and "A 2 of 3" not in done.err and "A / other" not in done.out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--ids", "5,6,7", "-n", 6], r"made with another prompt, 4 tokens \(5,6,7,8\), here 3 tokens \(5,6,7\)"),
+        (["--ids", IDS, "-n", 5], "made with -n 6, here it is -n 5: texts of unequal length are not compared; give -n 6, or"),
+        (["-n", 7], "made with -n 6, here it is -n 7"),
+        (["--", "-n", 9], "made with -n 6, here it is -n 9"),
+    ],
+)
+def test_a_text_of_before_that_cannot_be_equal_is_refused_before_any_run(
+    paired: Bench, extractions: dict[str, Path], monkeypatch: pytest.MonkeyPatch, flags: list[object], message: str
+) -> None:
+    with pytest.raises(BadInputError, match=f"--against {paired.path}: {message}"):
+        refused(monkeypatch, "-m", extractions["tiny-k3.1"], "--against", paired.path, *flags)
+
+
+def test_a_text_that_ended_by_itself_may_be_shorter_than_n() -> None:
+    ended = [{"ids": [1, 2], "finish": "end"}]
+    bench.check_same_length(2, ended, Path("o.json"))
+    bench.check_same_length(3, ended, Path("o.json"))
+    with pytest.raises(BadInputError, match="its text has 2 tokens, here it is -n 1: .*give -n 2 or more"):
+        bench.check_same_length(1, ended, Path("o.json"))
+
+
+def test_a_text_that_the_context_cut_is_not_called_damaged(paired: Bench, extractions: dict[str, Path]) -> None:
+    run = ("bench", "-m", extractions["tiny-k3.1"], "--ids", IDS, "--repeat", 1, "-n", 6, "--device", "cpu")
+    done = krun(*run, "--against", paired.path, "--", "-c", 7)
+    assert done.code == 3 and "the shorter one was cut there: give both the same -n and -c" in done.err and "verify-hashes" not in done.err
+    assert "A / other" not in done.out
+
+
+def bench_of_documents(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], flags: list[object], **fields: object) -> str:
+    """Give krun bench runs that print such a document, `{label}` in what they printed being theirs; return what it says on stderr."""
+
+    def run(arguments: list[str], *, label: str) -> dict[str, Any]:
+        stats = {"steady_decode_tok_per_s": None, "device": "cpu"}
+        document = {"ids": [3], "prompt_ids": [1], "stats": stats, "finish": "length", "printed": [], "wall_s": 1.0, **fields}
+        return {**document, "printed": [line.format(label=label) for line in document["printed"]]}
+
+    monkeypatch.setattr(bench, "run_krun", run)
+    app = typer.Typer()
+    app.command()(bench_command)
+    typer.main.get_command(app).main([str(flag) for flag in flags], standalone_mode=False)
+    return capfd.readouterr().err
+
+
+def test_a_pair_that_comes_out_the_same_is_said_to_be_one_once(
+    extractions: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["-m", extractions["tiny-k3.1"], "--repeat", 2, "--pair", "--prefetch 0"]
+    remark = "B is what A is: the flags of --pair left every setting as it was, so B / A shows chance alone"
+    assert bench_of_documents(monkeypatch, capfd, flags, printed=["prefetch 0"]).splitlines().count(remark) == 1
+    assert remark not in bench_of_documents(monkeypatch, capfd, flags, printed=["prefetch 0", "{label}"])
+    assert remark not in bench_of_documents(monkeypatch, capfd, flags[:4], printed=["prefetch 0"])
+
+
+def test_a_text_that_ends_at_once_is_said_to_time_nothing(
+    extractions: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    remark, flags = "the text ended after 1 token: nothing to time; give -p, or another one\n", ["-m", extractions["tiny-k3.1"]]
+    assert bench_of_documents(monkeypatch, capfd, flags, finish="end").count(remark) == 1
+    assert remark not in bench_of_documents(monkeypatch, capfd, [*flags, "-n", 1]), "as was asked"
+
+
+def test_flags_of_generate_are_shown_once_bracketed_in_the_usage() -> None:
+    usage = next(line for line in ran("bench", "--help").out.splitlines() if "Usage:" in line)
+    assert usage.split("[OPTIONS]")[1].strip() == "[-- FLAGS]..."
 
 
 def test_a_run_that_fails_is_told_in_its_own_words_and_what_ran_before_is_kept(extractions: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "o.json"
-    done = krun("bench", "-m", extractions["tiny-k3.1"], "--ids", IDS, "-n", 2, "--repeat", 3, "--pair", "-c 2", "--out", out)
+    done = krun("bench", "-m", extractions["tiny-k3.1"], "--ids", IDS, "-n", 2, "--repeat", 3, "--pair", f"-m {tmp_path / 'absent'}", "--out", out)
     assert done.code == 3, done
-    assert "B 1: the prompt has 4 tokens, but the context is 2" in done.err and "--pair" not in done.err.split("it was: krun generate")[0]
+    assert f"B 1: {tmp_path / 'absent'}" in done.err and "--pair" not in done.err.split("it was: krun generate")[0]
     document = json.loads(out.read_text())
-    assert [r["configuration"] for r in document["repeats"]] == ["A"] and "the context is 2" in document["failure"]
+    assert [r["configuration"] for r in document["repeats"]] == ["A"] and "absent" in document["failure"]
 
 
 def test_an_interrupted_bench_takes_its_child_along(extractions: dict[str, Path], tmp_path: Path) -> None:
@@ -179,8 +262,14 @@ def refused(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
         (["--pair", ""], "--pair: no flags in it"),
         (["--pair", "'"], "--pair .*No closing quotation"),
         (["--pair", "--vram 3"], "would not run with .* --vram 3; nothing was measured"),
-        (["--pair", "--ids 1,2", "-p", "x"], "give one of"),
-        (["--pair", "--temp 0.7"], "--temp 0.7 without --seed"),
+        (["--pair", "--ids 1,2", "-p", "x"], "--pair: --ids: B would make another text than A"),
+        (["--pair", "-p y", "-p", "x"], "--pair: --prompt: B would make another text"),
+        (["--pair", "--prompt-file /tmp/p"], "--pair: --prompt-file: B would make another text"),
+        (["--pair", "-n 9 -c 20", "-n", "6"], "--pair: --n-tokens, --context: B would make another text .*for both"),
+        (["--pair", "--temp 0.7 --seed 1 --top-p 0.5"], "--pair: --temp, --top-p, --seed: B would make another text"),
+        (["--pair", "--long-context unverified"], "--pair: --long-context: B would make another text"),
+        (["--", "--temp", "0.7"], "--temp 0.7 without --seed"),
+        (["--prompt-file", "/tmp/p", "-p", "x"], "give one of --prompt TEXT, --ids 1,2,3 and --prompt-file F"),
         (["--", "--no-such-flag"], "would not run with .* --no-such-flag"),
         (["--", "stray"], "would not run with .* stray"),
         (["--", "-n", "few"], "would not run with .* -n few"),
@@ -231,6 +320,9 @@ def test_every_named_flag_reaches_generate(extractions: dict[str, Path], monkeyp
     pairs = set(pairwise(arguments))
     assert {("--device", "cpu"), ("--vram-cache", "4slots"), ("--host-pool", "5slots"), ("-n", "7"), ("--chunk", "3"), ("--prefetch", "1")} <= pairs
     assert "lighthouse" in arguments[arguments.index("--prompt") + 1]
+    with pytest.raises(ChildError):
+        typer.main.get_command(app).main(["-m", str(extractions["tiny-k3.1"]), "--prompt-file", "p.txt"], standalone_mode=False)
+    assert ("--prompt-file", "p.txt") in pairwise(begun[1]) and "--prompt" not in begun[1]
 
 
 @pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"repeats": []}', '{"repeats": [{"ids": [1]}]}', '{"repeats": [5]}', "\xff"])
@@ -263,14 +355,27 @@ def test_repeats_go_forwards_and_backwards_in_turn() -> None:
 def test_the_first_token_that_differs_is_named() -> None:
     one = Output("A 1", [1, 2, 3])
     assert first_difference([one]) is None and first_difference([one, one._replace(name="A 2")]) is None
-    assert first_difference([one, Output("A 2", [1, 9, 3])]) == "A 1 and A 2 part at new token 2: A 1 chose 2, A 2 chose 9"
-    assert first_difference([one, one, Output("B 1", [1, 2])]) == "A 1 and B 1 part at new token 3: A 1 chose 3, B 1 ended after 2 tokens"
-    assert first_difference([Output("A 1", []), Output("A 2", [4])]) == "A 1 and A 2 part at new token 1: A 1 ended after 0 tokens, A 2 chose 4"
+    other, short = Output("A 2", [1, 9, 3]), Output("B 1", [1, 2])
+    assert first_difference([one, other, short]) == (one, other) and first_difference([one, one, short]) == (one, short)
+    assert parting(one, other) == "A 1 and A 2 part at new token 2: A 1 chose 2, A 2 chose 9"
+    assert parting(one, short) == "A 1 and B 1 part at new token 3: A 1 chose 3, B 1 ended after 2 tokens"
+    assert parting(Output("A 1", []), Output("A 2", [4])) == "A 1 and A 2 part at new token 1: A 1 ended after 0 tokens, A 2 chose 4"
+
+
+def test_a_text_is_only_cut_if_a_limit_ended_it_where_the_longer_one_goes_on() -> None:
+    long, cut = Output("A 1", [1, 2, 3]), Output("B 1", [1, 2], is_cut=True)
+    assert is_only_cut(long, cut) and is_only_cut(cut, long)
+    assert not is_only_cut(long, cut._replace(is_cut=False)) and not is_only_cut(long, cut._replace(ids=[1, 9]))
+    assert not is_only_cut(long._replace(is_cut=True), cut._replace(is_cut=False)), "the longer one's end says nothing"
 
 
 def test_another_prompt_is_not_compared() -> None:
-    with pytest.raises(BadInputError, match=r"made with another prompt \(1 token, here 2\)"):
-        bench.check_same_prompt({"prompt_ids": [1, 2]}, {"prompt_ids": [1]}, Path("o.json"))
+    same, other = {"prompt_ids": [1, 2]}, {"prompt_ids": list(range(9))}
+    bench.check_same_prompt([1, 2], [same, same], Path("o.json"))
+    with pytest.raises(BadInputError, match=r"made with another prompt, 9 tokens \(0,1,2,3,4,5,6,7, ...\), here 2 tokens \(1,2\): use"):
+        bench.check_same_prompt([1, 2], [same, other], Path("o.json"))
+    with pytest.raises(BadInputError, match="0 tokens"):
+        bench.check_same_prompt([1, 2], [{"prompt_ids": []}], Path("o.json"))
 
 
 def test_a_median_keeps_its_ends_and_what_was_not_measured_is_not_counted() -> None:
@@ -371,6 +476,15 @@ def test_a_directory_without_git_has_no_commit(tmp_path: Path) -> None:
         subprocess.run([*run, *arguments], check=True, env={**os.environ, "GIT_CONFIG_GLOBAL": "/dev/null"})
     commit = checkout_commit(tmp_path)
     assert commit is not None and len(commit) == 40
+
+
+def test_the_checkout_that_the_program_runs_from_is_this_one() -> None:
+    assert (_ROOT / "pyproject.toml").is_file()
+    if not (_ROOT / ".git").exists():
+        pytest.skip("no checkout")
+    head = subprocess.run(["git", "-C", _ROOT, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = checkout_commit()
+    assert len(head) == 40 and commit is not None and commit.removesuffix("-dirty") == head
 
 
 def test_the_live_line_shows_rates_and_shares_once_there_are_any() -> None:

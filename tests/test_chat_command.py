@@ -73,6 +73,7 @@ def test_flags_that_would_do_nothing_are_refused(model: Path) -> None:
     refused(talked(model, "", "--effort", "huge"), 2, "--effort huge", "low, medium, high, max")
     refused(talked(model, "", "--effort", "low", "--no-thinking"), 2, "without effect with --no-thinking")
     refused(talked(model, "", "--top-p", 0), 2, "--top-p")
+    refused(talked(model, "", "--temp", 0, "--seed", 3), 2, "--seed: without effect at temperature 0")
 
 
 def test_a_terminal_shows_reasoning_dim_and_obeys_nothing_that_the_model_says() -> None:

@@ -1,6 +1,7 @@
 """What the doctor finds: on this machine by real transfers, and of other machines in trees of plain files like sysfs and procfs."""
 
 import errno
+import json
 import os
 import resource
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from inside import kprep
 from test_drives import PCI, FakeSys
 
 from layout.direct import probe_directory
@@ -85,6 +87,15 @@ def test_without_a_path_only_the_machine_is_looked_at() -> None:
     assert {f.where for f in found} == {"machine"}
     assert {f.what for f in found} == {"versions", "memory", "cgroup limit", "huge pages", "open files", "locked memory"}
     assert f"Python {sys.version.split()[0]}, numpy {np.__version__}, xxhash " in only(found, "versions").text
+
+
+def test_json_says_the_same(tmp_path: Path) -> None:
+    outcome = kprep("doctor", "--json", tmp_path / "nowhere")
+    document = json.loads(outcome.out)
+    assert outcome.code == 1 and document["would_work"] is False
+    assert document["findings"][-1]["what"] == "directory" and document["findings"][-1]["level"] == "bad"
+    assert [f["what"] for f in document["findings"][:-1]] == [f.what for f in examine([])]
+    assert json.loads(kprep("doctor", "--json").out)["would_work"] is True
 
 
 def test_every_finding_that_is_not_good_has_a_cure_and_one_that_is_has_none(tmp_path: Path) -> None:
@@ -388,6 +399,13 @@ def test_the_tightest_cgroup_above_us_is_named_and_bounds_the_memory(machine: Fa
     assert memory.level == "bad" and memory.text.startswith("1.61GB to be had of 34.4GB")
 
 
+def test_of_two_cgroups_the_outer_one_bounds_the_memory_where_it_is_tighter(machine: FakeMachine) -> None:
+    machine.cgroup("box/inner", most=str(8 * GIB), used=0, inactive_file=0)
+    machine.cgroup("box", most=str(4 * GIB), used=0, inactive_file=0)
+    assert available_host_bytes(proc_root=machine.proc, sys_root=machine.root) == 4 * GIB
+    assert only(machine.examine(), "cgroup limit").text.startswith(f"{machine.root}/fs/cgroup/box allows 4.29GB")
+
+
 def test_a_cgroup_above_its_limit_has_no_room(machine: FakeMachine) -> None:
     machine.cgroup("box/inner", most=str(GIB), used=GIB + 4096, inactive_file=0)
     assert available_host_bytes(proc_root=machine.proc, sys_root=machine.root) == 0
@@ -433,4 +451,4 @@ def test_too_few_open_files_are_a_note_with_the_command(machine: FakeMachine) ->
 def test_a_limit_of_locked_memory_is_a_note_with_its_size(machine: FakeMachine) -> None:
     with soft_limit(resource.RLIMIT_MEMLOCK, 65536):
         found = only(machine.examine(), "locked memory")
-    assert found.level == "note" and found.text.startswith("65536 bytes")
+    assert found.level == "note" and found.text.startswith("65.5KB; may be raised to ")

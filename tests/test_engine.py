@@ -223,6 +223,11 @@ def test_budgets_become_whole_slots_and_never_more_than_there_are_experts() -> N
         budget_of("1GB", flag="--vram-cache", record_bytes=9792, n_all=10**6, available_bytes=5 * 10**8, auto_bytes=0)
 
 
+def test_two_guesses_are_the_default_on_a_gpu_and_none_on_a_cpu() -> None:
+    assert [Options().n_prefetch_on(torch.device(kind)) for kind in ("cuda", "cpu")] == [2, 0]
+    assert [Options(n_prefetch=1).n_prefetch_on(torch.device(kind)) for kind in ("cuda", "cpu")] == [1, 1]
+
+
 def test_an_engine_that_cannot_be_made_ready_leaves_no_reading_threads(extractions: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     def names() -> list[str]:
         found = [thread.name for thread in threading.enumerate()]

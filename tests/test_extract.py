@@ -7,9 +7,11 @@ import shutil
 import struct
 from pathlib import Path
 
+import inside
 import numpy as np
 import pytest
 from conftest import DATA, command, succeed
+from inside import kprep
 
 from layout.checkpoint import open_checkpoint
 from layout.record import expert_file_name
@@ -254,6 +256,12 @@ def test_an_error_page_for_a_vocabulary_is_refused_before_the_first_write(checkp
 def test_a_finished_output_whose_shards_are_gone_is_finished(checkpoint_copy: Path, tmp_path: Path) -> None:
     succeed("kprep", "extract", checkpoint_copy, tmp_path / "out", "--release-shards")
     assert "already extracted" in succeed("kprep", "extract", checkpoint_copy, tmp_path / "out", "--release-shards").out
+
+
+def test_a_finished_output_does_not_let_shards_go_that_are_all_there(prepared_copy: Path, checkpoint_copy: Path) -> None:
+    text = f"--release-shards: {prepared_copy} is finished; kprep verify-hashes {prepared_copy} proves it, then remove the shards by hand"
+    inside.refused(kprep("extract", checkpoint_copy, prepared_copy, "--release-shards"), 2, text)
+    assert len(shards_of(checkpoint_copy)) == 13
 
 
 def test_links_to_shards_are_not_taken_for_shards(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ import os
 import pty
 import subprocess
 import sys
+import termios
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +31,7 @@ from runtime.cli.faults import with_faults_told
 from runtime.cli.live import LiveLine, can_show_live
 from runtime.engine import Engine, Options
 from runtime.gpu_facts import GpuFacts, GpuProcess, KernelFacts, KernelTest
-from runtime.start import Room, budgets_of, checked_kernels, kernels_text, no_room_for_spine, refuse_buffered, who_has_the_gpu
+from runtime.start import Room, budgets_of, checked_kernels, host_room, kernels_text, no_room_for_spine, refuse_buffered, who_has_the_gpu
 
 PROMPT = "5,6,7,8"
 N_TOKENS = 7
@@ -130,12 +132,12 @@ def test_the_prompt_s_experts_are_those_that_decode_arithmetic_chooses(plain: Wr
 
 
 def test_every_flag_shows_in_the_effective_configuration(plain: Written, tuned: Written) -> None:
-    shown = ("at most 1 request in flight on tier A", "(required)", "reads not hashed", "decode arithmetic", "cold: ")
+    shown = ("at most 1 request in flight on tier A", "(required)", "records not hashed", "decode arithmetic", "cold: ")
     assert all(part in tuned.err and part not in plain.err for part in shown)
     assert "prefetch 2 experts" in tuned.err
     assert f"at most {N_TOKENS} tokens; the likeliest token each time" in plain.err
     stats = tuned.stats["repeats"][0]["stats"]["phases"]["decode"]
-    assert stats["n_prefetch_issued"] > 0 and stats["n_prefetch_used"] + stats["n_prefetch_cancelled"] <= stats["n_prefetch_issued"]
+    assert stats["n_prefetch_issued"] == sum(stats[f"n_prefetch_{name}"] for name in ("used", "cancelled", "wasted")) > 0
     # What measured best is the default: on a CPU that is none.
     is_on_gpu = plain.stats["repeats"][0]["stats"]["device"].startswith("cuda")
     assert f"prefetch {2 if is_on_gpu else 0} experts" in plain.err
@@ -182,6 +184,7 @@ def test_a_tier_s_cap_holds_back_its_reads(extractions: dict[str, Path]) -> None
         (("--ids", "1", "--tier-cap", "A=1", "--tier-cap", "A=2"), 2, ("--tier-cap A=2: tier A has one already",)),
         (("--ids", "1", "--tier-cap", "D=2"), 2, ("--tier-cap D=2: no drive of", "is in tier D; it has A")),
         (("--ids", "1", "--prefetch", "3"), 2, ("--prefetch",)),
+        (("--ids", "1", "--seed", "0", "--top-p", "0.5"), 2, ("--top-p, --seed: without effect at temperature 0",)),
     ],
     ids=lambda value: " ".join(value)[:50] if isinstance(value, tuple) else None,
 )
@@ -258,8 +261,11 @@ def test_a_live_line_runs_on_a_terminal_and_leaves_the_result_alone(extractions:
 
 
 class Stream:
-    def __init__(self, is_terminal: bool) -> None:
-        self.text, self._is_terminal = "", is_terminal
+    def __init__(self, is_terminal: bool, fd: int = -1) -> None:
+        self.text, self._is_terminal, self._fd = "", is_terminal, fd
+
+    def fileno(self) -> int:
+        return self._fd
 
     def isatty(self) -> bool:
         return self._is_terminal
@@ -282,8 +288,25 @@ def test_a_live_line_is_shown_only_where_it_meets_no_text(
     assert can_show_live(is_text_on_stdout=is_text) is expected
 
 
-def test_remarks_stand_above_the_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    err = Stream(True)
+@pytest.fixture
+def terminal() -> Iterator[int]:
+    """A terminal of twelve columns."""
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (3, 12))
+    yield theirs
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_a_live_line_is_no_longer_than_the_terminal(terminal: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    err = Stream(True, terminal)
+    monkeypatch.setattr(sys, "stderr", err)
+    LiveLine(is_shown=True).show("1 token, 10 tok/s")
+    assert err.text == "\r\x1b[2K1 token, 10"
+
+
+def test_remarks_stand_above_the_live_line(terminal: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    err = Stream(True, terminal)
     monkeypatch.setattr(sys, "stderr", err)
     shown, hidden = LiveLine(is_shown=True), LiveLine(is_shown=False)
     shown.show("1 tok")
@@ -360,10 +383,21 @@ def test_budgets_of_one_memory_do_not_count_it_twice() -> None:
     g, record = load_geometry("k3.1"), 17547264
     room = Room(100 * record, 20 * record)
     apart = budgets_of("60slots", "60slots", g, room, room, is_shared=False)
-    assert (apart.vram.n_slots, apart.host.n_slots) == (60, 60) and "351MB left free" in str(apart.host)
+    assert (apart.vram.n_slots, apart.host.n_slots) == (60, 60) and "351MB of memory stay free" in str(apart.host)
     with pytest.raises(DeviceError, match=r"--host-pool 60slots: 1.05GB asked for, but 351MB are to be had, and 351MB of 702MB stay free"):
         budgets_of("60slots", "60slots", g, room, room, is_shared=True)
     assert budgets_of("60slots", "20slots", g, room, room, is_shared=True).host.n_slots == 20
+
+
+def test_auto_is_a_quarter_of_what_there_is() -> None:
+    g, record = load_geometry("k3.1"), 17547264
+    budgets = budgets_of("auto", "auto", g, Room(80 * record, 0), Room(400 * record, 0), is_shared=False)
+    assert (budgets.vram.n_slots, budgets.host.n_slots) == (20, 100)
+
+
+def test_host_memory_is_what_cgroups_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.start.available_host_bytes", lambda: 10**9)
+    assert host_room() == Room(10**9, 250_000_000)
 
 
 def test_a_drafter_changes_no_token_and_is_told_and_counted(extractions: dict[str, Path], tmp_path: Path) -> None:
@@ -383,9 +417,9 @@ def test_a_drafter_changes_no_token_and_is_told_and_counted(extractions: dict[st
 
 def test_what_there_is_one_of_is_told_in_the_singular(extractions: dict[str, Path], tmp_path: Path) -> None:
     model, files = extractions["tiny-k3.1"], ("--state-out", tmp_path / "state", "--heat-out", tmp_path / "heat", "--trace-out", tmp_path / "trace")
-    first = ran("generate", "-m", model, "--ids", 5, "-n", 1, "--device", "cpu", *files)
+    first = ran("generate", "-m", model, "--ids", 5, "-n", 9, "-c", 1, "--device", "cpu", *files)
     again = ran("generate", "-m", model, "--ids", "5,6", "-n", 2, "--device", "cpu", "--state-in", tmp_path / "state", "--drafter", "ngram")
-    for part in ("at most 1 token;", "the state after 1 token,", "the experts of 1 token\n", "1 token, ended by length"):
+    for part in ("at most 1 token, then the context is full;", "the state after 1 token,", "the experts of 1 token\n", "1 token, ended by context"):
         assert part in first.err, first.err
     assert "state: 1 token in prompt arithmetic" in again.err and "; 1 is new" in again.err and "2 tokens, ended by" in again.err, again.err
 

@@ -67,6 +67,7 @@ def test_tells_all_faults_at_once(file: Path) -> None:
         ("[1, 2]", "expected an object"),
         ('{"experts": [1]}', "expected an object"),
         ("{}", "no reads"),
+        ('{"schema": 1, "seconds": 2.5}', "is no file of krun generate --heat-out: expected .*, found the key 'schema'"),
         (f'{{"L{LAYER}-E0": 0}}', "no reads"),
         ("[" * 100_000, "not JSON"),
     ],

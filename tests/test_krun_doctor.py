@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from placing import add_copies
 
 from layout.findings import Finding, finding_line
 from layout.prepared import Copies, open_prepared
+from manifests.errors import DeviceError
 from runtime.doctor import (
     Room,
     capability_finding,
@@ -35,6 +37,7 @@ from runtime.doctor import (
 )
 from runtime.gpu_facts import CudaFacts, GpuFacts, GpuProcess, KernelFacts, KernelTest, Link, Registration, UploadRate, parse_processes
 from runtime.numa import numa_nodes
+from runtime.start import check_capability
 
 GB = 10**9
 CUDA_THERE = CudaFacts("2.11.0", "13.0", "580.1", (13, 0), None, "")
@@ -166,8 +169,12 @@ def test_a_good_gpu_gives_good_findings_only() -> None:
     ("capability", "level"), [((7, 5), "bad"), ((8, 0), "good"), ((8, 6), "good"), ((9, 0), "good"), ((12, 0), "good"), ((10, 0), "bad")]
 )
 def test_a_gpu_needs_tensor_cores_for_bf16_and_code_in_this_torch(capability: tuple[int, int], level: str) -> None:
-    finding = capability_finding(gpu(capability=capability))
+    card = gpu(capability=capability)
+    finding = capability_finding(card.capability, card.built_for)
     assert finding.level == level
+    # A run looks at the same, before anything is compiled.
+    with pytest.raises(DeviceError, match="compute capability") if level == "bad" else nullcontext():
+        check_capability(card.capability, card.built_for)
     assert capability != (7, 5) or "7.5; 8.0 is needed, for bf16" in finding.text
     assert capability != (10, 0) or "torch carries code for sm_80, sm_90, compute_120" in finding.text
 

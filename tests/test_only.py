@@ -92,6 +92,7 @@ def test_other_bytes_under_the_same_header_are_refused(prepared_copy: Path, chec
         ("99:1", (), "the layers with experts are 1 to 9"),
         ("3:5-4", (), "runs backwards"),
         ("3:1", ("--release-shards",), "--only goes with one --tier"),
+        ("3:1", ("--journal-every", "64"), "--only goes with one --tier"),
         ("3:1", ("--tier", "C=."), "tiers A and B only"),
     ],
 )

@@ -69,7 +69,8 @@ def test_the_new_set_may_be_smaller_and_the_files_left_behind_stay(prepared_copy
     outcome = place(prepared_copy, f"A={b}")
     assert check_drives(prepared_copy, extractions["tiny-k3.1"]) == [N_RECORDS]
     assert f"{N_RECORDS - n_b} to copy" in outcome.out
-    assert f"left out {a} (tier A): {N_RECORDS - n_b} unplanned files" in outcome.out and "stay (--remove-unplanned)" in outcome.out
+    assert f"left out {a} (tier A): {N_RECORDS - n_b} unplanned files" in outcome.out in outcome.out
+    assert ", stay; from now on no command knows of them: --remove-unplanned with this very command removes them" in outcome.out
     assert tree(a) == left_behind
     assert len(names_in(prepared_copy / "experts")) == N_RECORDS + 1
 
@@ -151,14 +152,16 @@ def test_measuring_writes_a_profile_and_leaves_no_trial_files(prepared_copy: Pat
     assert len(re.findall(r"B/s at depth \d+ \((?:direct|buffered)\), p50 \d+ us, p99 \d+ us", outcome.out)) == 2
     assert "tokens   " not in outcome.out, "what an H200 does says nothing of a tiny geometry"
     assert outcome.out.count("fio --name=experts --readonly") == 2 and "sysctl vm.nr_hugepages=" in outcome.out
-    assert re.search(r"mean \d\.\d{3}, p95 \d\.\d{3} of all drives busy \(4 reads, [\d.e-]+ ms\); bound by ", outcome.out)
+    times = r"a layer's 4 reads take \d\.\d{3} times \(p95 \d\.\d{3}\) what they would with every drive busy to the end \([\d.e-]+ ms\)"
+    assert re.search(rf"^layers   {times}; bound by .* in \d+% of layers$", outcome.out, re.M)
 
 
 def test_a_measured_dry_run_leaves_the_drives_empty(prepared_copy: Path, tmp_path: Path) -> None:
-    outcome = place(prepared_copy, f"A={tmp_path / 'a'}", flags=(*MEASURE, "--dry-run"))
+    outcome = place(prepared_copy, f"A={tmp_path / 'a'}", flags=(*MEASURE, "--no-fio", "--dry-run"))
     assert outcome.out.endswith(
         "dry run: nothing was changed; what was measured is not kept: to place measures again, and may plan a little otherwise\n"
     )
+    assert "fio" not in outcome.out
     assert names_in(tmp_path / "a") == set()
 
 

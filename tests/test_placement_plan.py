@@ -308,6 +308,12 @@ def test_two_drives_on_one_device_get_the_load_of_one() -> None:
     assert sum(plan.score.read_share) == pytest.approx(1) == sum(plan.score.last_share)
 
 
+def test_a_drive_that_holds_nothing_is_not_waited_for() -> None:
+    drives = [replace(drive, server=0) for drive in three_drives(ONE_LAYER)[:2]]
+    everything = np.ones((ONE_LAYER.n_layers, ONE_LAYER.n_experts), np.bool_)
+    assert score_holds(ONE_LAYER, RECORD, drives, [~everything, everything]).binding == (1,)
+
+
 def test_a_shared_link_moves_load_to_the_drive_that_is_free_of_it() -> None:
     drives, room = three_drives(ONE_LAYER, (10e9, 10e9, 10e9)), room_for(ONE_LAYER, (1, 1, 1))
     free, linked = (plan_copies(ONE_LAYER, RECORD, drives, pool_free=room, is_removing=False, links=links).score for links in ([], [((0, 1), 10e9)]))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from inside import prepared
 
 from layout.checkpoint import INDEX_NAME, open_checkpoint
 from layout.config import K31
@@ -187,6 +188,23 @@ def test_the_base_is_split_over_the_drives(drives: list[DriveRequest]) -> None:
 def test_a_limit_moves_experts_to_the_other_drive(drives: list[DriveRequest]) -> None:
     limited = [DriveRequest("A", drives[0].directory, 20 * 12_288), drives[1]]
     assert [d.n_files for d in plan_of("tiny-k3.1", *limited).drives] == [20, 124]
+
+
+def test_a_drive_does_not_fit_beyond_its_limit(drives: list[DriveRequest]) -> None:
+    limited = DriveRequest("A", drives[0].directory, 20 * 12_288)
+    plan = plan_of("tiny-k3.1", limited)
+    line = next(line for line in plan.lines() if line.startswith("tier A"))
+    assert not plan.fits and not plan.drives[0].fits and plan.drives[0].left_bytes > 0
+    assert "in reserve: does not fit: 1.52MB beyond its limit of 246KB" in line
+    second = plan_of("tiny-k3.1", limited, DriveRequest("B", drives[1].directory, 50 * 12_288))
+    assert [d.fits for d in second.drives] == [False, False]
+    assert ", counted there: does not fit: 270KB beyond its limit of 614KB" in "\n".join(second.lines())
+
+
+def test_a_limit_may_be_in_slots(drives: list[DriveRequest]) -> None:
+    a, b = (drive.directory for drive in drives)
+    flags = ("--tier", f"A={a}", "--tier", f"B={b}", "--limit", "A=20slots", "--measure-seconds", 0.05)
+    assert f"tier A     {a}: 20 files, " in prepared("plan", DATA / "tiny-k3.1", *flags).out
 
 
 def reserve_leaving(directory: Path, n_bytes: int) -> int:

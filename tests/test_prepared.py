@@ -191,7 +191,9 @@ def test_an_expert_without_a_base_copy_is_damage_and_named_with_its_drives(prepa
         find_copies(prepared)
     message = str(caught.value)
     assert f"{prepared.path}: tiers A and B must hold every expert; 1 is gone; mount the drive" in message
-    assert f"layer 3 expert 7: no usable copy on {', '.join(prepared.drive_name(n) for n in range(1 + len(tiers)))}" in message
+    lacking, others = ([prepared.drive_name(n) for n, tier in enumerate(["A", *tiers]) if (tier in "AB") is is_base] for is_base in (True, False))
+    others_text = f"; another copy is on {', '.join(others)}" if others else ""
+    assert f"\n  layer 3 expert 7: no usable copy on {', '.join(lacking)}{others_text}\n" in message
     for directory in bases:
         tier = "A" if directory.name == "experts" else "B"
         assert f"layer 3 expert 7 on {directory} (tier {tier}): {expert_file_name(3, 7)} has 100 bytes, expected 9792" in message

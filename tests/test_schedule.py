@@ -171,6 +171,34 @@ def test_a_drive_that_stalls_keeps_no_work_from_the_others() -> None:
     assert [read.drive for read in scheduler.starts(1.5)] == [1]
 
 
+def test_one_read_changes_a_measured_rate_little() -> None:
+    scheduler = Scheduler(facts((10e9,)))
+    scheduler.add([job(1, 0, n_chunks=1)])
+    (read,) = scheduler.starts(0.0)
+    scheduler.succeeded(read, RECORD / 5e9)
+    assert 8e9 < scheduler.rates(RECORD / 5e9)[0] < 9e9
+
+
+def test_a_rate_is_that_of_the_last_reads() -> None:
+    scheduler, now = Scheduler(facts((10e9,))), 0.0
+    for n in range(240):
+        scheduler.add([job(n, 0, n_chunks=1)])
+        (read,) = scheduler.starts(now)
+        now += RECORD / (10e9 if n < 200 else 2e9)
+        scheduler.succeeded(read, now)
+    assert 2e9 < scheduler.rates(now)[0] < 2.7e9
+
+
+def test_a_read_that_was_given_up_says_nothing_of_a_drive() -> None:
+    scheduler = Scheduler(facts((10e9,)))
+    early = job(1, 0, n_chunks=1)
+    scheduler.add([early])
+    (read,) = scheduler.starts(0.0)
+    scheduler.cancel(early)
+    scheduler.given_up(read, 1.0)
+    assert scheduler.rates(1.0) == [10e9]
+
+
 def test_a_rate_that_fell_once_is_tried_again_later() -> None:
     scheduler = Scheduler(facts((6e9, 6e9), depth=1))
     for n in range(60):
@@ -246,6 +274,20 @@ def test_a_prefetch_goes_behind_demands_that_are_under_way_and_waits_for_those_t
         scheduler.succeeded(read, 0.01)
     (read,) = scheduler.starts(0.1)
     assert read.job.tag == 50
+
+
+def test_a_prefetch_waits_while_a_demand_waits_for_its_device() -> None:
+    # The device has room for it, but the tier of the demand's drive is at its cap.
+    scheduler = Scheduler(facts((6e9, 6e9), depth=16, servers=(0, 0)), tier_caps={"A": 1})
+    scheduler.add([job(1, 0, n_chunks=1), job(2, 0, n_chunks=1), job(50, 1, is_prefetch=True, n_chunks=1)])
+    assert [read.job.tag for read in scheduler.starts(0.0)] == [1]
+
+
+def test_a_prefetch_is_not_asked_of_a_drive_that_is_set_aside() -> None:
+    scheduler = Scheduler(facts((6e9, 6e9)))
+    scheduler.pause(0, 0.0)
+    scheduler.add([job(50, 0, is_prefetch=True, n_chunks=1)])
+    assert scheduler.starts(1.0) == [] and len(scheduler.starts(6.0)) == 1
 
 
 def test_a_prefetch_that_is_needed_becomes_a_demand() -> None:

@@ -384,7 +384,12 @@ def test_a_port_belongs_to_one_server_while_it_does_not_listen_yet() -> None:
 
 def test_others_are_served_with_keys_alone(extractions: dict[str, Path], tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    for content, what in ((None, "cannot be read"), ("\n \n", "holds no key"), ("short\n", "too short"), ("with a blank\n", "not plain")):
+    for content, what in (
+        (None, "cannot be read"),
+        ("\n \n", "holds no key"),
+        ("# mine\nshort\n", "line 1 is too short"),
+        ("with a blank in it\n", "not plain"),
+    ):
         if content is not None:
             keys.write_text(content)
         with pytest.raises(UsageError, match=what):

@@ -92,3 +92,14 @@ def test_records_are_right_while_every_read_is_late_and_asked_of_the_other_drive
     assert sum(drive.n_slow for drive in store.counts.drives) > 0 and not reader.wrong
     assert len(set(store._spares)) == len(store._spares)
     store.close()
+
+
+def test_waiting_for_an_upload_to_free_a_host_slot_is_counted(place: Place, gpu: SimulatedGpu) -> None:  # noqa: F811
+    model = place()
+    store = model.store(n_device=20, n_host=1)
+    began = time.perf_counter()
+    Reader(gpu, model, store).fetch(1, ALL)
+    elapsed, counts = time.perf_counter() - began, store.counts
+    assert 0 < counts.upload_wait_s <= elapsed and counts.idle_s + counts.host_s <= elapsed
+    gpu.wait_for_results()
+    store.close()

@@ -16,6 +16,7 @@ import torch
 from conftest import Outcome
 from inside import krun, ran, refused
 
+from layout.sizes import format_size
 from manifests.errors import Interrupted
 from manifests.geometry import load_geometry
 from runtime.bench.rig import Rig
@@ -82,9 +83,11 @@ def test_a_run_says_what_it_emulates_and_what_came_of_it(folders: tuple[Path, Pa
     lines = done.out.splitlines()
     assert lines[0].startswith(f"{stats['steady_decode_tok_per_s']:.3f} tok/s") and lines[0].endswith("rows in it 3")
     assert any(f"storage efficiency {stats['storage_efficiency']:.3f} of" in line for line in lines)
-    assert [line.split(" (tier")[0] for line in lines[-2:]] == [str(a), str(b)]
+    assert [drive["emulated_bytes_per_s"] for drive in stats["drives"]] == [None, 0.02e9]
+    titles = [f"{a} (tier A)", f"{b} (tier B, emulated 20MB/s)"]
+    assert [line.split(": ")[0] for line in lines[-2:]] == titles
     texts = [e.text for e in ElementTree.parse(chart).iter("{http://www.w3.org/2000/svg}text")]
-    assert {"A 1", "waiting for drives", "host", f"{a} (tier A)", f"{b} (tier B)"} <= set(texts)
+    assert {"A 1", "waiting for drives", "host", *titles} <= set(texts)
 
 
 @pytest.fixture(scope="module")
@@ -111,11 +114,22 @@ def test_files_that_it_made_go_and_those_that_were_there_stay(folders: tuple[Pat
     names = {record_name(n) for n in range(N_FILES)}
     assert {p.name for p in a.iterdir()} == names | {"mine.txt"} and {p.name for p in b.iterdir()} == names and ", kept" in done.err
     assert len({(a / name).read_bytes() for name in names}) == N_FILES
+    assert f"record files: {format_size(N_FILES * 9792)} of {format_size(N_FILES * 9792)}" in done.err
     (b / record_name(2)).unlink()
     before = {path: path.stat().st_mtime_ns for path in (*a.iterdir(), *b.iterdir())}
     done = bench("--dir", a, "--dir", b)
     assert {path: path.stat().st_mtime_ns for path in (*a.iterdir(), *b.iterdir())} == before
-    assert f"{2 * N_FILES - 1} of all were there" in done.err
+    assert f"{2 * N_FILES - 1} of {2 * N_FILES} were there" in done.err
+    assert done.err.count("record files: ") == 1 and "record files: 9.79KB of 9.79KB" in done.err, "what was there is not told as written"
+
+
+def test_records_of_another_seed_are_used_as_they_are_there_and_nothing_is_told_as_written(folders: tuple[Path, Path]) -> None:
+    a, _ = folders
+    bench("--dir", a, "--keep-files", "--seed", 1)
+    before = {path: path.read_bytes() for path in a.iterdir()}
+    done = bench("--dir", a, "--keep-files", "--seed", 2)
+    assert f"all of {N_FILES} were there: records as they are there, whatever their seed; nothing was written" in done.err
+    assert "record files: " not in done.err and {path: path.read_bytes() for path in a.iterdir()} == before
 
 
 def test_files_go_whatever_the_end_is(tmp_path: Path) -> None:
@@ -207,7 +221,7 @@ def test_what_cannot_be_is_refused_and_nothing_is_made(folders: tuple[Path, Path
 
 
 def test_a_geometry_that_is_none_is_refused() -> None:
-    refused(krun("bench", "--synthetic", "k9", *SMALL), 3, "geometry 'k9' is neither one of", "k3.1")
+    refused(krun("bench", "--synthetic", "k9", *SMALL), 3, "geometry k9: neither one of k3, k3.1, tiny nor a file")
 
 
 def test_a_record_file_of_another_model_is_refused_and_stays(folders: tuple[Path, Path]) -> None:

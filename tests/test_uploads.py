@@ -141,9 +141,11 @@ def test_drives_are_measured_beside_uploads_too(tmp_path: Path) -> None:
 def test_failing_uploads_fail_the_measurement_and_leave_no_trial_files(tmp_path: Path) -> None:
     drive = tmp_path / "a"
     drive.mkdir()
+    said: list[str] = []
     with pytest.raises(DeviceError, match="no CUDA"):
-        measure_drives([drive], record_bytes=9792, seconds=0.02, with_uploads=script(tmp_path, FAILURES[0][0]))
+        measure_drives([drive], record_bytes=9792, seconds=0.02, with_uploads=script(tmp_path, FAILURES[0][0]), on_progress=said.append)
     assert list(drive.iterdir()) == []
+    assert not any(" at depth " in text for text in said), "nothing is measured before a GPU is known to be there"
 
 
 @pytest.mark.parametrize(("seconds", "record_bytes"), [(0, 9792), (float("nan"), 9792), (float("inf"), 9792), (1, 0)])

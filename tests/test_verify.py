@@ -11,14 +11,18 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import inside
 import pytest
-from conftest import Outcome, command, succeed
+from conftest import DATA, Outcome, command, succeed
+from inside import kprep, prepared
 from placing import add_copies
 
 from layout.direct import ReadMode, span_bytes
 from layout.drives import shares_device
-from layout.prepared import open_prepared
+from layout.prepared import find_copies, open_prepared
 from layout.record import expert_file_name
+from layout.sizes import format_size
+from manifests.errors import DamagedDataError
 from prep.proof.receipts import Receipts
 from prep.proof.selection import select_records
 from prep.proof.verify import BUFFER_BYTES, Findings, Progress, Spine, Stream, n_buffers, record_streams, verify, with_spine
@@ -182,6 +186,39 @@ def test_the_intact_copy_is_named_and_repair_restores_from_it(two_copies: tuple[
     assert f"restored: layer 5 expert 11 on {a} (tier A): xxh3-128 " in outcome.out
     assert {path: path.read_bytes() for drive in (a, b) for path in drive.glob("*.bin")} == good
     assert is_clean(run_verify(home))
+
+
+def test_repair_counts_what_it_restored_apart_from_what_was_intact(two_copies: tuple[Path, Path, Path]) -> None:
+    home, a, b = two_copies
+    flip(a / "L5-E11.bin", 17)
+    (b / "L1-E0.bin").unlink()
+    n_intact = 2 * 144 - 2
+    out = prepared("verify-hashes", home, "--repair").out
+    assert out.count("restored: layer ") == 2
+    assert f"restored; all else is intact: {n_intact} expert files ({format_size(n_intact * 9792)}), spine" in out
+    assert f"all intact: {2 * 144} expert files ({format_size(2 * 144 * 9792)}), spine" in prepared("verify-hashes", home).out
+
+
+def test_a_seed_without_a_sample_is_refused(extracted: Path) -> None:
+    inside.refused(kprep("verify-hashes", extracted, "--seed", 0), 2, "--seed goes with --sample")
+
+
+@pytest.mark.parametrize("has_other", [True, False])
+def test_the_cure_that_krun_names_for_an_expert_without_a_base_copy_works(
+    two_copies: tuple[Path, Path, Path], prepared_copy: Path, has_other: bool
+) -> None:
+    home, a, b = two_copies
+    (a / "L5-E11.bin").unlink()
+    if not has_other:
+        (b / "L5-E11.bin").unlink()
+    with pytest.raises(DamagedDataError) as caught:
+        find_copies(open_prepared(home))
+    message = str(caught.value)
+    assert (f"no usable copy on {a} (tier A); another copy is on {b} (tier C)\n" in message) is has_other
+    cure = re.search(r"else kprep (verify-hashes \S+ --repair) restores them from other copies, with (--checkpoint) CHECKPOINT ", message)
+    assert cure is not None
+    prepared(*cure[1].split(), *(() if has_other else (cure[2], DATA / "tiny-k3.1")))
+    assert (a / "L5-E11.bin").exists() and find_copies(open_prepared(home)).faults == []
 
 
 def test_where_both_copies_are_bad_repair_restores_the_rest_and_ends_with_4(two_copies: tuple[Path, Path, Path]) -> None:

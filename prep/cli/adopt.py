@@ -21,7 +21,7 @@ def adopt_command(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="A directory with L*-E*.bin files; with --checkpoint, missing experts are extracted into it.")
     ],
-    out: Annotated[Path | None, typer.Argument(metavar="[OUT]", help="Where spine and manifest go, with --checkpoint.")] = None,
+    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Where spine and manifest go, with --checkpoint.")] = None,
     checkpoint: Annotated[Path | None, typer.Option(metavar="CK", help="Compare with this checkpoint's bytes, and make a new output.")] = None,
     manifest: Annotated[Path | None, typer.Option(metavar="M", help="Compare with this manifest's hashes, and add them as a drive.")] = None,
     tier: Annotated[str | None, typer.Option(metavar="LETTER", help="The drive's tier: default A with --checkpoint, C with --manifest.")] = None,

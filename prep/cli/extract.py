@@ -31,8 +31,9 @@ def extract_command(
         bool, typer.Option("--release-shards", help="REMOVE each shard once all that was taken from it is read back and proved.")
     ] = False,
     journal_every: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Experts between two syncs of the journal; a kill costs at most so many.")
-    ] = JOURNAL_EVERY,
+        int | None,
+        typer.Option(metavar="N", min=1, help=f"Experts between two syncs of the journal; a kill costs at most so many; default {JOURNAL_EVERY}."),
+    ] = None,
     only: Annotated[
         str | None,
         typer.Option(
@@ -45,7 +46,7 @@ def extract_command(
 ) -> None:
     """Write the spine, one file per expert, the tokenizer's files, hashes and the manifest. Interrupted, the same command goes on."""
     if only is not None:
-        if release_shards or trust_journal or limit or len(tier or []) > 1:
+        if release_shards or trust_journal or limit or journal_every is not None or len(tier or []) > 1:
             raise UsageError("--only goes with one --tier and --reserve alone")
         _extract_only(checkpoint, out, only, drive_requests(tier or [], [], record_bytes=None), reserve_of(reserve))
         return
@@ -57,7 +58,11 @@ def extract_command(
         raise UsageError("--limit: name the drives with --tier")
     drives = drive_requests(tier or [], limit or [], record_bytes=disk_bytes(source.record.n_bytes))
     settings = Settings(
-        drives=drives, reserve_bytes=reserve_of(reserve), is_releasing=release_shards, is_journal_trusted=trust_journal, journal_every=journal_every
+        drives=drives,
+        reserve_bytes=reserve_of(reserve),
+        is_releasing=release_shards,
+        is_journal_trusted=trust_journal,
+        journal_every=journal_every or JOURNAL_EVERY,
     )
     run_extraction(source, out, settings)
 

@@ -34,6 +34,9 @@ def place_command(
         float | None, typer.Option(min=0.05, max=3600, help=f"Seconds at each step of measuring; default {DEFAULT_SECONDS:g}.")
     ] = None,
     with_uploads: Annotated[bool, typer.Option("--with-uploads", help="Measure beside uploads to the GPU, too.")] = False,
+    fio: Annotated[
+        bool | None, typer.Option("--fio/--no-fio", help="Whether measuring prints the command by which fio measures the same; it does without this.")
+    ] = None,
     soak_seconds: Annotated[
         float | None, typer.Option("--soak", metavar="SECONDS", min=1, max=86400, help="Read each drive for long first; say if it slows down.")
     ] = None,
@@ -60,15 +63,16 @@ def place_command(
     """Decide which drive holds which experts, copy them there, prove every copy, and publish a new manifest."""
     path = manifest_path / "manifest.yaml" if manifest_path.is_dir() else manifest_path
     if rollback is not None:
-        others = (tier, measure_drives, measure_seconds, with_uploads, soak_seconds, heat, seed, reserve, limit, remove_unplanned, dry_run, what_if)
-        if any(others):
+        measuring = (measure_drives, measure_seconds, with_uploads, fio is not None, soak_seconds)
+        if any((tier, *measuring, heat, seed, reserve, limit, remove_unplanned, dry_run, what_if)):
             raise UsageError("--rollback stands alone")
         _roll_back(path, rollback, as_json=as_json)
         return
     if not tier:
         raise UsageError("--tier: name the complete set of drives, like --tier A=/mnt/nvme0; or --rollback list")
-    if not measure_drives and (with_uploads or measure_seconds is not None):
-        raise UsageError(f"{'--with-uploads' if with_uploads else '--measure-seconds'} goes with --measure-drives")
+    idle = {"--with-uploads": with_uploads, "--fio or --no-fio": fio is not None, "--measure-seconds": measure_seconds is not None}
+    if not measure_drives and any(idle.values()):
+        raise UsageError(f"{next(flag for flag, is_given in idle.items() if is_given)} goes with --measure-drives")
     one_more = _what_if(what_if)
     is_dry_run = dry_run or one_more is not None
     prepared = open_prepared(path)
@@ -95,7 +99,11 @@ def place_command(
         document.update(to_dict(placement, rate, plans) | {"soak": soaks})
         if as_json:
             return
-        for line in (*place_lines(placement, rate), *what_if_lines(placement, plans), *(fio_lines(placement) if measure_drives else ())):
+        for line in (
+            *place_lines(placement, rate),
+            *what_if_lines(placement, plans),
+            *(fio_lines(placement) if measure_drives and fio is not False else ()),
+        ):
             say(line)
 
     with ProgressLine() as progress:

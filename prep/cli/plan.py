@@ -1,16 +1,19 @@
 """kprep plan."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from layout.checkpoint import open_checkpoint
 from layout.terminal import say
 from manifests.errors import NoSpaceError
 from prep.cli.arguments import LIMIT_HELP, RESERVE_HELP, drive_requests, reserve_of
 from prep.extraction.plan import make_plan
 from prep.measuring.measure import DEFAULT_SECONDS
+from prep.requests import disk_bytes
 
 
 def plan_command(
@@ -24,7 +27,9 @@ def plan_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document in place of text.")] = False,
 ) -> None:
     """Say what an extraction would make, where, and whether it fits. Reads headers, writes nothing."""
-    requests = drive_requests(tier or [], limit or [], record_bytes=None)
+    # A limit may be in slots, whose size the checkpoint's headers tell.
+    record_bytes = disk_bytes(open_checkpoint(checkpoint, most_faults=sys.maxsize).record.n_bytes) if limit else None
+    requests = drive_requests(tier or [], limit or [], record_bytes=record_bytes)
     plan = make_plan(checkpoint, requests, reserve_bytes=reserve_of(reserve), seconds=measure_seconds)
     if as_json:
         say(json.dumps(plan.to_dict()))

@@ -23,7 +23,7 @@ def verify_command(
     drive: Annotated[str | None, typer.Option(metavar="D", help="Only this drive's experts: a directory, or a tier letter.")] = None,
     layer: Annotated[list[int] | None, typer.Option(metavar="N", help="Only this layer's experts; may be repeated.")] = None,
     sample: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only N experts, spread evenly over drives and layers.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Chooses the sample.")] = 0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Chooses the sample; default 0.")] = None,
     trust_receipts: Annotated[
         bool, typer.Option("--trust-receipts", help="Keep receipts, and do not read a file again that looks as it did then.")
     ] = False,
@@ -34,8 +34,10 @@ def verify_command(
     """Read every file again, past the page cache, and name each one that is not what the manifest says."""
     if checkpoint is not None and not repair_them:
         raise UsageError("--checkpoint goes with --repair")
+    if seed is not None and sample is None:
+        raise UsageError("--seed goes with --sample")
     prepared = open_prepared(manifest_path)
-    selection = select_records(prepared, drive=drive, layers=layer or [], n_sample=sample, seed=seed)
+    selection = select_records(prepared, drive=drive, layers=layer or [], n_sample=sample, seed=seed or 0)
     receipts = Receipts(prepared)
     if receipts.remark:
         note(receipts.remark)
@@ -66,12 +68,13 @@ def verify_command(
     if not as_json:
         trusted = f", {findings.n_trusted} more by their receipts" if findings.n_trusted else ""
         n_all = sum(int(d.holds.sum()) for d in prepared.manifest.drives)
-        files = counted(findings.n_records, "expert file")
+        n_intact = selection.n_records - findings.n_trusted - len(restored)
+        files = counted(n_intact, "expert file")
         if selection.n_records != n_all:
-            files = f"{findings.n_records} of {counted(n_all, 'expert file')}"
+            files = f"{n_intact} of {counted(n_all, 'expert file')}"
         say(
             f"{'restored; all else is' if restored else 'all'} intact: {files} "
-            f"({format_size(findings.n_bytes)}{f' on {drive}' if drive else ''}{trusted}), spine, tokenizer, hash lists"
+            f"({format_size(n_intact * prepared.record.n_bytes)}{f' on {drive}' if drive else ''}{trusted}), spine, tokenizer, hash lists"
         )
 
 

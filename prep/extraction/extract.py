@@ -119,7 +119,9 @@ def finished_manifest(checkpoint: Checkpoint, out: Path) -> Manifest | None:
 
 
 def _check_still_there(manifest: Manifest, out: Path, settings: Settings) -> None:
-    """Raise UsageError if drives are asked for that a finished output does not have."""
+    """Raise UsageError if drives are asked for that a finished output does not have, or shards are to go that nothing proves any more."""
+    if settings.is_releasing:
+        raise UsageError(f"--release-shards: {out} is finished; kprep verify-hashes {out} proves it, then remove the shards by hand")
     found = [(d.tier, Manifest.drive_directory(d, out / MANIFEST_NAME).resolve()) for d in manifest.drives]
     if settings.drives and [(r.tier, r.directory.resolve()) for r in settings.drives] != found:
         raise UsageError(f"{out}: is extracted already, onto other drives; kprep place {out / MANIFEST_NAME} with these --tier flags moves it")

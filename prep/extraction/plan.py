@@ -51,6 +51,7 @@ class PlannedDirectory:
     """What one drive would get of the base.
 
     n_bytes         that its files take, in whole blocks of the file system
+    limit_bytes     the most that they may take, None for no limit
     file_system     number of the file system; directories with the same number share its room
     free_bytes      there now, and reserve_bytes of it are kept free
     left_bytes      what stays beyond the reserve once all directories on this file system are filled; below zero is what is missing
@@ -61,6 +62,7 @@ class PlannedDirectory:
     directory: Path
     n_files: int
     n_bytes: int
+    limit_bytes: int | None
     file_system: int
     free_bytes: int
     reserve_bytes: int
@@ -68,8 +70,13 @@ class PlannedDirectory:
     is_with_source: bool
 
     @property
+    def beyond_limit_bytes(self) -> int:
+        """What its files take beyond the limit."""
+        return 0 if self.limit_bytes is None else max(0, self.n_bytes - self.limit_bytes)
+
+    @property
     def fits(self) -> bool:
-        return self.left_bytes >= 0
+        return self.left_bytes >= 0 and not self.beyond_limit_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +265,7 @@ def _plan_drives(checkpoint: Checkpoint, requests: Sequence[DriveRequest], reser
             directory=request.directory,
             n_files=n,
             n_bytes=n * n_bytes,
+            limit_bytes=request.limit_bytes,
             file_system=number,
             free_bytes=file_systems[number].free_bytes,
             reserve_bytes=file_systems[number].reserve_bytes,
@@ -318,12 +326,17 @@ def _in_words(g: Geometry) -> str:
 def _drive_line(drive: PlannedDirectory, sharing: Sequence[PlannedDirectory]) -> str:
     """Return a drive's line. Room that several share is told with the first of them, and what is missing of it, too."""
     first, *others = sharing
+    faults = []
+    if drive is first and drive.left_bytes < 0:
+        faults.append(f"{format_size(-drive.left_bytes)} are missing")
+    if drive.limit_bytes is not None and drive.beyond_limit_bytes:
+        faults.append(f"{format_size(drive.beyond_limit_bytes)} beyond its limit of {format_size(drive.limit_bytes)}")
+    unfit = f"does not fit: {' and '.join(faults)}" if faults else ""
     if drive is first:
         shared = f", shared with {', '.join(str(other.directory) for other in others)}" if others else ""
-        verdict = "fits" if drive.fits else f"does not fit: {format_size(-drive.left_bytes)} are missing"
-        room = f"{format_size(drive.free_bytes)} free{shared}, {format_size(drive.reserve_bytes)} in reserve: {verdict}"
+        room = f"{format_size(drive.free_bytes)} free{shared}, {format_size(drive.reserve_bytes)} in reserve: {unfit or 'fits'}"
     else:
-        room = f"no room of its own: on the file system of {first.directory}, counted there"
+        room = f"no room of its own: on the file system of {first.directory}, counted there{': ' if unfit else ''}{unfit}"
     source = "; on the checkpoint's device" if drive.is_with_source else ""
     return f"tier {drive.tier}     {drive.directory}: {drive.n_files:,} {word_for(drive.n_files, 'file')}, {_exactly(drive.n_bytes)}; {room}{source}"
 

@@ -135,6 +135,10 @@ def measure_drives(
     """
     assert directories and record_bytes > 0
     _check_seconds(seconds)
+    if with_uploads is not None:
+        # Without a GPU all that is measured before them would be lost.
+        on_progress("trying whether uploads can be had")
+        UploadProcess(with_uploads).close()
     rng = random.Random(seed)
     with ExitStack() as stack:
         drives = [

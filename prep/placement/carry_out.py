@@ -195,9 +195,14 @@ class CarryOut:
 
             return one
 
+        def tell(n: int) -> None:
+            self.on_progress(f"{phase}, {self.sites[n].name}", done[n] * self.n_bytes, total[n] * self.n_bytes)
+
+        for n in total:
+            tell(n)
         for n in run_parallel(lanes, make_worker, n_workers=WORKERS_PER_DRIVE * len(total)):
             done[n] += 1
-            self.on_progress(f"{phase}, {self.sites[n].name}", done[n] * self.n_bytes, total[n] * self.n_bytes)
+            tell(n)
 
     # Manifests
 

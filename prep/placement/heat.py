@@ -42,6 +42,9 @@ def read_heat(path: Path, geometry: Geometry) -> np.ndarray:
         values = values["experts"]
     if not isinstance(values, dict):
         raise BadInputError(f'heat {path}: expected an object {{"L17-E413": 12, ...}}, by itself or under "experts"')
+    if values and not any(map(_named, values)):
+        known = 'an object {"L17-E413": 12, ...}, by itself or under "experts"'
+        raise BadInputError(f"heat {path}: is no file of krun generate --heat-out: expected {known}, found the key {next(iter(values))!r:.80}")
     counts = np.zeros((geometry.n_layers, geometry.n_experts), np.int64)
     for name, count in values.items():
         place, fault = _place(name, geometry), _fault_of(count)
@@ -60,8 +63,13 @@ def read_heat(path: Path, geometry: Geometry) -> np.ndarray:
     return counts
 
 
+def _named(name: str) -> tuple[int, int] | None:
+    """Return the layer and the expert that a name such as L17-E413 means, of whatever model."""
+    return parse_expert_file_name(f"{name}.bin")
+
+
 def _place(name: str, geometry: Geometry) -> tuple[int, int] | None:
-    place = parse_expert_file_name(f"{name}.bin")
+    place = _named(name)
     return place if place is not None and place[0] in geometry.moe_layers and place[1] < geometry.n_experts else None
 
 

@@ -94,18 +94,22 @@ def _drive_lines(placement: Placement, n: int) -> Iterator[str]:
 
 
 def _left_out_line(placement: Placement, n: int) -> str:
-    text = "; ".join(_unplanned_text(placement, n)) or "nothing is there"
+    text = "; ".join(_unplanned_text(placement, n, is_left_out=True)) or "nothing is there"
     return f"left out {placement.sites[n].name}: {text}"
 
 
-def _unplanned_text(placement: Placement, n: int) -> list[str]:
+def _unplanned_text(placement: Placement, n: int, *, is_left_out: bool = False) -> list[str]:
     count = int(placement.unplanned(n).sum())
     if not count:
         return []
     what = f"{counted(count, 'unplanned file')}, {format_size(count * placement.prepared.record.n_bytes)},"
     if placement.problem.is_removing:
         return [f"{what} will be removed once another copy is proved"]
-    return [f"{what} {word_for(count, 'stays', 'stay')} (--remove-unplanned)"]
+    stay = word_for(count, "stays", "stay")
+    if is_left_out:
+        # The new manifest has no such drive.
+        return [f"{what} {stay}; from now on no command knows of them: --remove-unplanned with this very command removes them, later rm does"]
+    return [f"{what} {stay} (--remove-unplanned)"]
 
 
 def _profile_text(profile: Profile | None) -> str:
@@ -119,10 +123,10 @@ def _profile_text(profile: Profile | None) -> str:
 
 def _layer_line(placement: Placement, score: PlanScore) -> str:
     binding = ", ".join(placement.sites[n].name for n in score.binding)
-    ideal = f", {score.ideal_s * 1e3:.3g} ms" if placement.problem.is_measured else ""
+    ideal = f" ({score.ideal_s * 1e3:.3g} ms)" if placement.problem.is_measured else ""
     return (
-        f"layers   mean {score.mean_ratio:.3f}, p95 {score.p95_ratio:.3f} of all drives busy ({counted(_misses(placement), 'read')}{ideal}); "
-        f"bound by {binding} in {score.binding_share:.0%}"
+        f"layers   a layer's {counted(_misses(placement), 'read')} take {score.mean_ratio:.3f} times (p95 {score.p95_ratio:.3f}) what they would "
+        f"with every drive busy to the end{ideal}; bound by {binding} in {score.binding_share:.0%} of layers"
     )
 
 
@@ -208,8 +212,8 @@ def what_if_lines(placement: Placement, plans: dict[str, CopyPlan]) -> Iterator[
     now = placement.score
     for name, plan in plans.items():
         yield (
-            f"what if  {name}: a layer's reads in {plan.score.mean_s / now.mean_s:.3f} of the time (mean {plan.score.mean_ratio:.3f} "
-            f"of all drives busy, now {now.mean_ratio:.3f})"
+            f"what if  {name}: a layer's reads in {plan.score.mean_s / now.mean_s:.3f} of the time ({plan.score.mean_ratio:.3f} times what they "
+            f"would take with every drive busy to the end, now {now.mean_ratio:.3f})"
         )
 
 

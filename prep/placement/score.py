@@ -28,7 +28,7 @@ class PlanScore:
     mean_s, p95_s  of the shortest time that the copies allow, over all layers and draws
     assigned_s     mean with the runtime's rule of assignment at exact rates, in whole chunks
     ideal_s        all drives busy all the time
-    binding        the drives that are waited for most often, and binding_share how often
+    binding        the drives that are waited for most often, of those from which anything is read, and binding_share how often
     read_share     of all bytes, by drive
     last_share     of the layers in which the drive ends last
     """
@@ -105,7 +105,7 @@ class ReadModel:
             p95_s=float(np.quantile(times.seconds, 0.95)),
             assigned_s=float(assigned.seconds.mean()),
             ideal_s=self.n_misses * self.record_bytes / float(self.servers.joint_rates[-1]),
-            binding=tuple(drive for drive, server in enumerate(server_of.tolist()) if binding >> server & 1),
+            binding=tuple(drive for drive, server in enumerate(server_of.tolist()) if binding >> server & 1 and heat[drive]),
             binding_share=float(sets[binding] / len(masks)),
             read_share=tuple((assigned.read_share[server_of] * part).tolist()),
             last_share=tuple((assigned.last_share[server_of] * part).tolist()),

@@ -21,7 +21,7 @@ from layout.memory import meminfo_bytes
 from manifests.manifest import Manifest
 
 SCHEMA = 1
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 class Configuration(NamedTuple):

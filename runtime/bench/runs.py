@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from layout.sizes import counted, format_size
+from layout.sizes import counted, format_rate, format_size
 from manifests.errors import BadInputError, KtierError
 from runtime.bench.chart import RateSeries, TimeBar
 from runtime.bench.document import repeat_facts
@@ -105,25 +105,30 @@ def _failure(arguments: Sequence[str], label: str, code: int, said: str) -> str:
 
 
 class Output(NamedTuple):
-    """The ids that a run chose, under the name of that run."""
+    """The ids that a run chose, under the name of that run; a text that is cut ended by -n or -c and not by itself."""
 
     name: str
     ids: list[int]
+    is_cut: bool = False
 
 
 def outputs_of(repeats: Sequence[Mapping[str, Any]], *, prefix: str = "") -> list[Output]:
-    return [Output(f"{prefix}{r['configuration']} {r['repeat']}", r["ids"]) for r in repeats]
+    return [Output(f"{prefix}{r['configuration']} {r['repeat']}", r["ids"], r.get("finish") in ("length", "context")) for r in repeats]
 
 
-def first_difference(outputs: Sequence[Output]) -> str | None:
-    """Say where the first output that is not like the first one parts from it; None if all are equal."""
-    for other in outputs[1:]:
-        if other.ids != outputs[0].ids:
-            return _parting(outputs[0], other)
-    return None
+def first_difference(outputs: Sequence[Output]) -> tuple[Output, Output] | None:
+    """Return the first output and the first one that is not like it; None if all are equal."""
+    return next(((outputs[0], other) for other in outputs[1:] if other.ids != outputs[0].ids), None)
 
 
-def _parting(a: Output, b: Output) -> str:
+def is_only_cut(a: Output, b: Output) -> bool:
+    """Return whether one text is the other's beginning, cut there."""
+    shorter, longer = sorted((a, b), key=lambda output: len(output.ids))
+    return shorter.is_cut and longer.ids[: len(shorter.ids)] == shorter.ids
+
+
+def parting(a: Output, b: Output) -> str:
+    """Say where two texts part."""
     both = zip(a.ids, b.ids, strict=False)
     at = next((n for n, (x, y) in enumerate(both) if x != y), min(len(a.ids), len(b.ids)))
     chose = [
@@ -151,13 +156,26 @@ def _is_repeat(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(key), kind) for key, kind in kinds.items())
 
 
-def check_same_prompt(own: Mapping[str, Any], other: Mapping[str, Any], path: Path) -> None:
-    """Raise BadInputError if another document's first repeat had another prompt: there is nothing to compare then."""
-    if own["prompt_ids"] != other["prompt_ids"]:
-        n_own, n_other = len(own["prompt_ids"]), len(other["prompt_ids"])
+def check_same_prompt(prompt_ids: Sequence[int], others: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Raise BadInputError if any of a document's repeats had another prompt: there is nothing to compare then."""
+    if (other := next((r["prompt_ids"] for r in others if r["prompt_ids"] != list(prompt_ids)), None)) is not None:
         raise BadInputError(
-            f"--against {path}: made with another prompt ({counted(n_other, 'token')}, here {n_own}): use the same one, or leave --against out"
+            f"--against {path}: made with another prompt, {_ids_text(other)}, here {_ids_text(prompt_ids)}: use the same one, or leave --against out"
         )
+
+
+def _ids_text(ids: Sequence[int]) -> str:
+    return f"{counted(len(ids), 'token')} ({','.join(map(str, ids[:8]))}{', ...' if len(ids) > 8 else ''})"
+
+
+def check_same_length(n_tokens: int, others: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Raise BadInputError if no text of at most `n_tokens` can be equal to a document's, because another -n cut that one or cuts this one."""
+    for repeat in others:
+        n_other, is_cut = len(repeat["ids"]), repeat.get("finish") == "length"
+        if n_other > n_tokens or (is_cut and n_other < n_tokens):
+            made = f"made with -n {n_other}" if is_cut else f"its text has {counted(n_other, 'token')}"
+            same = f"give -n {n_other}{'' if is_cut else ' or more'}, or leave --against out"
+            raise BadInputError(f"--against {path}: {made}, here it is -n {n_tokens}: texts of unequal length are not compared; {same}")
 
 
 class Figure(NamedTuple):
@@ -271,13 +289,19 @@ def time_bar(repeat: Mapping[str, Any]) -> TimeBar:
     return TimeBar(name, (*parts, ("rest", max(0.0, rest))))
 
 
+def drive_title(drive: Mapping[str, Any]) -> str:
+    """Return how a drive of a run's statistics is called, with the rate that a directory was slowed down to."""
+    emulated = drive.get("emulated_bytes_per_s")
+    return f"{drive['directory']} (tier {drive['tier']}{f', emulated {format_rate(emulated)}' if emulated else ''})"
+
+
 def rate_series(repeat: Mapping[str, Any]) -> list[RateSeries]:
     """Return what each drive read over time, from the samples {t_s, read_bytes: [so far, per drive]} of a repeat's statistics; none without them."""
     samples = repeat["stats"].get("samples") or []
     pairs = [(a, b) for a, b in pairwise(samples) if b["t_s"] > a["t_s"]]
     return [
         RateSeries(
-            f"{drive['directory']} (tier {drive['tier']})",
+            drive_title(drive),
             tuple((a["t_s"], b["t_s"], (b["read_bytes"][n] - a["read_bytes"][n]) / (b["t_s"] - a["t_s"])) for a, b in pairs),
         )
         for n, drive in enumerate(repeat["stats"].get("drives", []))

@@ -9,6 +9,7 @@ import typer
 
 from manifests.errors import UsageError
 from manifests.manifest import TIERS
+from runtime.sampler import Sampler
 from runtime.tensor_files import check_writable
 
 ManifestOption = Annotated[Path, typer.Option("-m", "--manifest", metavar="MANIFEST", help="manifest.yaml, or the directory that holds it.")]
@@ -42,6 +43,15 @@ def parse_tier_caps(texts: Sequence[str] | None) -> dict[str, int]:
             raise UsageError(f"--tier-cap {text}: tier {tier} has one already; give each tier once")
         caps[tier] = int(number)
     return caps
+
+
+def new_sampler(temp: float, top_p: float, seed: int | None) -> Sampler:
+    """Return what the flags ask for. Raises UsageError for what is out of range, and for flags that would do nothing."""
+    sampler = Sampler(temp, top_p, seed)
+    idle = [flag for flag, is_given in (("--top-p", top_p != 1.0), ("--seed", seed is not None)) if is_given]
+    if temp == 0 and idle:
+        raise UsageError(f"{', '.join(idle)}: without effect at temperature 0, which draws nothing; give --temp, or leave it out")
+    return sampler
 
 
 def is_long_context(text: str | None) -> bool:

@@ -9,22 +9,25 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 
 from layout.terminal import note, say
 from layout.writer import write_bytes
-from manifests.errors import DamagedDataError, KtierError, UsageError
+from manifests.errors import BadInputError, DamagedDataError, KtierError, UsageError
 from manifests.load import load_manifest
 from runtime.bench.chart import bench_chart
 from runtime.bench.document import Configuration, device_facts, manifest_facts, stats_document
 from runtime.bench.runs import (
     Variant,
+    check_same_length,
     check_same_prompt,
     first_difference,
+    is_only_cut,
     outputs_of,
+    parting,
     rate_series,
     read_bench,
     run_turns,
@@ -36,13 +39,23 @@ from runtime.bench.runs import (
 from runtime.cli.arguments import HOST_OPTION, VRAM_OPTION, DeviceOption, check_outputs
 from runtime.cli.bench_synthetic import DEFAULT_FILES, DEFAULT_ROUTING, DEFAULT_TOKENS, Asked, bench_synthetic, default_files
 from runtime.cli.generate import generate_command
+from runtime.tensor_files import parse_ids
 
 DEFAULT_PROMPT = "A lighthouse keeper finds a letter in a bottle. Tell the story."
 DEFAULT_RUN_TOKENS = 128
 _THIS, _OTHER, _AGAINST = "A", "B", "other "
 # By the parameters' names: what has a meaning in one of the two modes only.
-_RUN_ONLY = ("manifest", "prompt", "ids", "repeat", "cold", "pair", "against", "flags")
+_RUN_ONLY = ("manifest", "prompt", "ids", "prompt_file", "repeat", "cold", "pair", "against", "flags")
+# Of krun generate: what says which text is made, and how much of it.
+_OF_THE_TEXT = ("prompt", "ids", "prompt_file", "n_tokens", "context", "long_context", "temp", "top_p", "seed")
 _SYNTHETIC_ONLY = ("directories", "expert_files", "routing", "warm", "rows", "seed", "keep_files")
+
+
+class Earlier(NamedTuple):
+    """What --against names: a file, and the repeats in it."""
+
+    path: Path
+    repeats: list[dict[str, Any]]
 
 
 def bench_command(
@@ -51,6 +64,7 @@ def bench_command(
     synthetic: Annotated[str | None, typer.Option(metavar="GEOMETRY", help="Time a geometry without weights: k3.1, k3, tiny, or a file.")] = None,
     prompt: Annotated[str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="The prompt; without one, a short one of our own.")] = None,
     ids: Annotated[str | None, typer.Option(metavar="1,2,3", help="The prompt as token numbers.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(metavar="F", help="A UTF-8 file with the prompt.")] = None,
     repeat: Annotated[int, typer.Option(min=1, help="Runs of each configuration.")] = 3,
     n_tokens: Annotated[
         int | None, typer.Option("-n", "--n-tokens", min=1, help=f"Most tokens: {DEFAULT_RUN_TOKENS}; steps with --synthetic: {DEFAULT_TOKENS}.")
@@ -80,7 +94,7 @@ def bench_command(
     out: Annotated[Path | None, typer.Option(metavar="F.json", help="Where the whole document goes.")] = None,
     chart: Annotated[Path | None, typer.Option(metavar="F.svg", help="Where a picture goes: drives over time, and a token's time.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the document instead of the table.")] = False,
-    flags: Annotated[list[str] | None, typer.Argument(metavar="[-- FLAGS]", help="Further flags of krun generate, for every run.")] = None,
+    flags: Annotated[list[str] | None, typer.Argument(metavar="-- FLAGS", help="Further flags of krun generate, for every run.")] = None,
 ) -> None:
     """Time a run: fresh processes, every repeat kept, medians with ranges, and no comparison of unequal texts.
 
@@ -99,7 +113,7 @@ def bench_command(
         bench_synthetic(asked, out=out, chart=chart, as_json=as_json)
         return
     assert manifest is not None
-    named = {"--prompt": prompt, "--ids": ids, "-n": n_tokens or DEFAULT_RUN_TOKENS, "--device": device}
+    named = {"--prompt": prompt, "--ids": ids, "--prompt-file": prompt_file, "-n": n_tokens or DEFAULT_RUN_TOKENS, "--device": device}
     named |= {"--vram-cache": vram_cache, "--host-pool": host_pool, "--prefetch": prefetch}
     arguments = ["-m", str(manifest), *(part for flag, value in named.items() if value is not None for part in (flag, str(value)))]
     variants = _variants([*arguments, *(["--cold"] if cold else []), *(flags or [])], pair)
@@ -122,13 +136,15 @@ def _is_given(context: typer.Context, name: str) -> bool:
 def _bench_runs(
     manifest: Path, variants: list[Variant], n_repeats: int, *, against: Path | None, out: Path | None, chart: Path | None, as_json: bool
 ) -> None:
-    other = None if against is None else read_bench(against)
+    earlier = None if against is None else Earlier(against, read_bench(against)["repeats"])
+    if earlier is not None:
+        _check_against(earlier, _parsed(list(variants[0].arguments[1:])))
     path = manifest / "manifest.yaml" if manifest.is_dir() else manifest
     facts = manifest_facts(path, load_manifest(path))
 
-    repeats, fault = _run(variants, n_repeats)
-    if fault is None:
-        fault = _unequal(repeats, other, against)
+    repeats, fault = _run(variants, n_repeats, earlier)
+    unequal = _unequal(repeats, earlier)
+    fault = fault or unequal
     document = _document(variants, repeats, facts, fault)
     if out is not None:
         write_bytes(out, _json_text(document).encode())
@@ -137,7 +153,7 @@ def _bench_runs(
     if as_json:
         say(_json_text(document))
     elif repeats:
-        for line in _table(repeats, other, against):
+        for line in _table(repeats, earlier, is_equal=unequal is None):
             say(line)
     if fault is not None:
         raise fault
@@ -154,15 +170,23 @@ def _variants(arguments: list[str], pair: str | None) -> list[Variant]:
         if not extra:
             raise UsageError("--pair: no flags in it, so that both configurations would be the same; give what the second one has more")
         # Later flags win.
+        _refuse_other_text(_parsed(arguments), _parsed([*arguments, *extra]))
         variants.append(_variant(_OTHER, [*arguments, *extra]))
     return variants
+
+
+def _refuse_other_text(a: dict[str, Any], b: dict[str, Any]) -> None:
+    """Raise UsageError if a second configuration would make another text, so that there is nothing to compare."""
+    if other := [f"--{key.replace('_', '-')}" for key in _OF_THE_TEXT if a[key] != b[key]]:
+        cure = "give it beside --pair, for both, or time the two in runs of their own"
+        raise UsageError(f"--pair: {', '.join(other)}: B would make another text than A, and rates of unequal texts are not compared; {cure}")
 
 
 def _variant(name: str, arguments: list[str]) -> Variant:
     values = _parsed(arguments)
     n_prompts = sum(values[key] is not None for key in ("prompt", "ids", "prompt_file"))
     if n_prompts > 1:
-        raise UsageError("give one of --prompt TEXT, --ids 1,2,3 and -- --prompt-file F, or none")
+        raise UsageError("give one of --prompt TEXT, --ids 1,2,3 and --prompt-file F, or none")
     if written := [flag for flag in ("stats_json", "heat_out", "trace_out") if values[flag] is not None]:
         flag = f"--{written[0].replace('_', '-')}"
         raise UsageError(f"{flag}: each run would write over the file of the one before; use --out, or {flag} with krun generate")
@@ -191,32 +215,59 @@ def _parsed(arguments: list[str]) -> dict[str, Any]:
     return values
 
 
-def _run(variants: list[Variant], n_repeats: int) -> tuple[list[dict[str, Any]], KtierError | None]:
+def _check_against(earlier: Earlier, values: dict[str, Any]) -> None:
+    """Raise BadInputError for what the flags alone say: that no text of theirs can be equal to the earlier one."""
+    if values["ids"] is not None:
+        check_same_prompt(parse_ids(values["ids"], flag="--ids"), earlier.repeats, earlier.path)
+    check_same_length(values["n_tokens"], earlier.repeats, earlier.path)
+
+
+def _run(variants: list[Variant], n_repeats: int, earlier: Earlier | None) -> tuple[list[dict[str, Any]], KtierError | None]:
     """Return what ran, and why it ended early, if it did: what was measured until then is kept."""
     repeats: list[dict[str, Any]] = []
+    remarks: set[str] = set()
     try:
         for done in run_turns(running_order(variants, n_repeats)):
             repeats.append(done)
             rate = done["stats"]["steady_decode_tok_per_s"]
             speed = "one token" if rate is None else f"steady decode {rate:.3f} tok/s"
             note(f"{done['configuration']} {done['repeat']} of {n_repeats}: {speed}, {done['wall_s']:.1f} s, ids {done['ids_xxh3_128'][:8]}")
+            for remark in [r for r in _remarks(repeats) if r not in remarks]:
+                remarks.add(remark)
+                note(remark)
+            if earlier is not None:
+                check_same_prompt(done["prompt_ids"], earlier.repeats, earlier.path)
     except KtierError as error:
         return repeats, error
     return repeats, None
 
 
-def _unequal(repeats: list[dict[str, Any]], other: dict[str, Any] | None, against: Path | None) -> KtierError | None:
+def _remarks(repeats: list[dict[str, Any]]) -> list[str]:
+    """Return what makes the numbers say less than they seem to."""
+    last, remarks = repeats[-1], []
+    if len(last["ids"]) == 1 and last["finish"] == "end":
+        remarks.append("the text ended after 1 token: nothing to time; give -p, or another one")
+    if any(r["configuration"] != last["configuration"] and r["printed"] == last["printed"] for r in repeats):
+        remarks.append(f"{_OTHER} is what {_THIS} is: the flags of --pair left every setting as it was, so {_OTHER} / {_THIS} shows chance alone")
+    return remarks
+
+
+def _unequal(repeats: list[dict[str, Any]], earlier: Earlier | None) -> KtierError | None:
+    """Return why the rates may not be compared, None if they may."""
     outputs = outputs_of(repeats)
-    if other is not None and against is not None:
+    if repeats and earlier is not None:
         try:
-            check_same_prompt(repeats[0], other["repeats"][0], against)
-        except KtierError as error:
+            check_same_prompt(repeats[0]["prompt_ids"], earlier.repeats, earlier.path)
+        except BadInputError as error:
             return error
-        outputs += outputs_of(other["repeats"], prefix=_AGAINST)
-    if (where := first_difference(outputs)) is None:
+        outputs += outputs_of(earlier.repeats, prefix=_AGAINST)
+    if (pair := first_difference(outputs)) is None:
         return None
+    where = f"unequal texts, so the rates may not be compared: {parting(*pair)}"
+    if is_only_cut(*pair):
+        return BadInputError(f"{where}; the shorter one was cut there: give both the same -n and -c")
     cure = "the same model on the same device must give the same ids: check it with kprep verify-hashes, and compare logits with krun score"
-    return DamagedDataError(f"unequal texts, so the rates may not be compared: {where}; {cure}")
+    return DamagedDataError(f"{where}; {cure}")
 
 
 def _document(variants: list[Variant], repeats: list[dict[str, Any]], manifest: dict[str, Any], fault: KtierError | None) -> dict[str, Any]:
@@ -239,17 +290,21 @@ def _json_text(document: dict[str, Any]) -> str:
     return json.dumps(document, ensure_ascii=False, indent=1)
 
 
-def _table(repeats: list[dict[str, Any]], other: dict[str, Any] | None, against: Path | None) -> list[str]:
+def _table(repeats: list[dict[str, Any]], earlier: Earlier | None, *, is_equal: bool) -> list[str]:
+    """Return the figures of each configuration, and ratios only of equal texts."""
     summary = dict(summary_of(repeats))
     ratios = {f"{_OTHER} / {_THIS}": (_OTHER, _THIS)} if _OTHER in summary else {}
-    if other is not None:
-        for name, figures in summary_of(other["repeats"]).items():
+    if earlier is not None:
+        for name, figures in summary_of(earlier.repeats).items():
             summary[f"{_AGAINST}{name}"] = figures
         ratios |= {f"{_THIS} / {_AGAINST}{_THIS}": (_THIS, f"{_AGAINST}{_THIS}")} if f"{_AGAINST}{_THIS}" in summary else {}
     n_runs = {name: sum(r["configuration"] == name for r in repeats) for name in (_THIS, _OTHER)}
     runs = ", ".join(f"{n} of {name}" for name, n in n_runs.items() if n)
-    compared = f", and to {against}" if against is not None else ""
-    return [*table_lines(summary, ratios), f"median (least to most); runs: {runs}; ids {repeats[0]['ids_xxh3_128']}{compared}"]
+    texts = f"ids {repeats[0]['ids_xxh3_128']}{f', equal to those of {earlier.path}' if earlier is not None else ''}"
+    return [
+        *table_lines(summary, ratios if is_equal else {}),
+        f"median (least to most); runs: {runs}; {texts if is_equal else 'unequal texts, no ratios'}",
+    ]
 
 
 def _chart(path: Path, repeats: list[dict[str, Any]]) -> str:

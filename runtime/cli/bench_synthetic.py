@@ -2,6 +2,7 @@
 
 import json
 import sys
+from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,8 @@ def bench_synthetic(asked: Asked, *, out: Path | None, chart: Path | None, as_js
     kernels = checked_kernels(device, note, record_layout(geometry))
     with records_removed_afterwards([] if asked.is_keeping_files else [d.directory for d in drives], asked.n_files):
         n_there = sum((d.directory / name).exists() for d in drives for name in model.record_names)
-        rig = _rig(asked, geometry, device, drives)
+        missing = [n for n, name in enumerate(model.record_names) if not all((d.directory / name).exists() for d in drives)]
+        rig = _rig(asked, geometry, device, drives, missing)
         became = present_budgets(*budgets)
         effective = _effective(asked, drives, model, became, spine=rig.weights.n_bytes, n_there=n_there, device=device, kernels=kernels)
         for line in effective:
@@ -84,6 +86,8 @@ def bench_synthetic(asked: Asked, *, out: Path | None, chart: Path | None, as_js
         run = rig.run(_setting(asked, drives, became), on_remark=note)
         flat_out, depth = rig.flat_out(drives, seconds=FLAT_OUT_S, n_slots=run.setting.n_host_slots)
     stats = synthetic_statistics(run, model, flat_out=flat_out, flat_out_depth=depth, device=str(device))
+    for facts, drive in zip(stats["drives"], drives, strict=True):
+        facts["emulated_bytes_per_s"] = drive.bytes_per_s
     document = _document(asked, effective, device, stats)
     if out is not None:
         write_bytes(out, document.encode())
@@ -123,8 +127,14 @@ def _check(asked: Asked, geometry: Geometry) -> None:
     make_routing(asked.routing, geometry, 1, seed=asked.seed)
 
 
-def _rig(asked: Asked, geometry: Geometry, device: torch.device, drives: tuple[EmulatedDrive, ...]) -> Rig:
+def _rig(asked: Asked, geometry: Geometry, device: torch.device, drives: tuple[EmulatedDrive, ...], missing: list[int]) -> Rig:
+    """Make what is missing; `missing` are the numbers, rising, of the record files that not every directory has: the progress counts no others."""
     n_bytes = record_layout(geometry).n_bytes
+
+    def tell(n_made: int) -> None:
+        if n_made - 1 in missing:
+            progress("record files", bisect_right(missing, n_made - 1) * n_bytes, len(missing) * n_bytes)
+
     with ProgressLine() as progress:
         return Rig(
             geometry,
@@ -132,7 +142,7 @@ def _rig(asked: Asked, geometry: Geometry, device: torch.device, drives: tuple[E
             drives,
             asked.n_files,
             seed=asked.seed,
-            on_made=lambda n: progress("record files", n * n_bytes, asked.n_files * n_bytes),
+            on_made=tell,
         )
 
 
@@ -164,8 +174,13 @@ def _effective(
     """Return what is emulated and what the settings became, one line each."""
     g, size = model.geometry, format_size(model.record.n_bytes)
     files = f"{counted(asked.n_files, 'record file')} of {size} in each directory"
-    files += f", {n_there} of all were there" if n_there else ""
-    files += ", kept" if asked.is_keeping_files else ", those made are removed afterwards"
+    n_all = asked.n_files * len(drives)
+    if n_there:
+        files += f", {'all' if n_there == n_all else n_there} of {n_all} were there: records as they are there, whatever their seed"
+    if n_there == n_all:
+        files += "; nothing was written"
+    else:
+        files += ", kept" if asked.is_keeping_files else ", those made are removed afterwards"
     guesses = f", {RIGHT_GUESSES:.0%} of the guesses right (emulated)" if asked.n_prefetch else ""
     return [
         f"emulated: geometry {asked.geometry} over a random spine of {format_size(spine)}, seed {asked.seed}; the text means nothing",

@@ -36,6 +36,7 @@ from runtime.cli.arguments import (
     ManifestOption,
     RequireDirectOption,
     is_long_context,
+    new_sampler,
     parse_tier_caps,
 )
 from runtime.cli.live import LiveLine
@@ -84,8 +85,11 @@ def chat_command(
     require_direct: RequireDirectOption = False,
 ) -> None:
     """Talk with the model."""
-    if effort is not None and (effort not in EFFORTS or not thinking):
-        raise UsageError(f"--effort {effort}: expected {', '.join(EFFORTS)}" + ("" if thinking else ", and without effect with --no-thinking"))
+    new_sampler(temp, top_p, seed)
+    if effort is not None and effort not in EFFORTS:
+        raise UsageError(f"--effort {effort}: expected {', '.join(EFFORTS)}")
+    if effort is not None and not thinking:
+        raise UsageError(f"--effort {effort}: without effect with --no-thinking; leave one of them out")
     settings = ChatSettings(temperature=temp, top_p=top_p, seed=seed, n_tokens=n_tokens, system=system, is_thinking=thinking, effort=effort)
     options = Options(
         device=device, vram_cache=vram_cache, host_pool=host_pool, context=context, chunk=chunk, is_exact_prefill=exact_prefill,

@@ -35,6 +35,7 @@ from runtime.cli.arguments import (
     RequireDirectOption,
     check_outputs,
     is_long_context,
+    new_sampler,
     parse_tier_caps,
 )
 from runtime.cli.live import LiveLine, can_show_live
@@ -90,7 +91,7 @@ def generate_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document with ids, text and statistics.")] = False,
 ) -> None:
     """Continue a prompt."""
-    sampler = Sampler(temp, top_p, seed)
+    sampler = new_sampler(temp, top_p, seed)
     choice, gate = _drafter_of(drafter, draft_gate)
     options = Options(
         device,
@@ -128,7 +129,9 @@ def generate_command(
     with Engine(prepared, options, on_remark=live.note, routing_log=log) as engine:
         drawn = f"temperature {temp}, top-p {top_p}, seed {sampler.seed}" if temp > 0 else "the likeliest token each time"
         drafts = "no drafter" if choice is None else f"drafter {choice}, gate {draft_gate or ADAPTIVE}"
-        effective = [*engine.effective(), f"at most {counted(n_tokens, 'token')}; {drawn}; {drafts}"]
+        n_most = min(n_tokens, limit - len(prompt_ids) + 1)
+        most = f"at most {counted(n_most, 'token')}" + (", then the context is full" if n_most < n_tokens else "")
+        effective = [*engine.effective(), f"{most}; {drawn}; {drafts}"]
         for line in effective:
             note(line)
         if saved is not None:

@@ -1,5 +1,6 @@
 """A line on the terminal that is written again and again while something runs."""
 
+import os
 import sys
 import time
 
@@ -14,6 +15,11 @@ def can_show_live(*, is_text_on_stdout: bool) -> bool:
     return sys.stderr.isatty() and not (is_text_on_stdout and sys.stdout.isatty())
 
 
+def _columns() -> int:
+    """Return the terminal's width; one that does not tell its own counts as wide."""
+    return os.get_terminal_size(sys.stderr.fileno()).columns or 1000
+
+
 class LiveLine:
     """Shows one line at a time on stderr, or nothing; remarks go above it."""
 
@@ -24,8 +30,9 @@ class LiveLine:
         """Replace the line, if the last one has stood for a moment."""
         now = time.monotonic()
         if self._is_shown and now >= self._next:
-            self._next, self._text = now + _EVERY_S, text
-            self._write(_ERASE + text)
+            # A line that the terminal breaks would not be erased whole.
+            self._next, self._text = now + _EVERY_S, text[: _columns() - 1]
+            self._write(_ERASE + self._text)
 
     def note(self, text: str) -> None:
         """Print a remark without mixing it with the line."""

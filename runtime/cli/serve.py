@@ -105,12 +105,13 @@ def _read_keys(path: Path | None) -> frozenset[bytes]:
         mode = path.stat().st_mode
     except OSError as error:
         raise UsageError(f"--api-key-file {path}: cannot be read: {error.strerror}") from None
-    keys = frozenset(key for line in lines if (key := line.strip()))
+    keys = {key: number for number, line in enumerate(lines, start=1) if (key := line.strip())}
     if not keys:
         raise UsageError(f"--api-key-file {path}: holds no key; write one on each line")
-    for key in keys:
+    for key, number in keys.items():
         if len(key) < LEAST_KEY_CHARS or not all(0x21 <= byte <= 0x7E for byte in key):
-            raise UsageError(f"--api-key-file {path}: a key is too short or not plain; expected at least {LEAST_KEY_CHARS} visible ASCII characters")
+            expected = f"at least {LEAST_KEY_CHARS} visible ASCII characters on each line, and no comments"
+            raise UsageError(f"--api-key-file {path}: line {number} is too short for a key, or not plain; expected {expected}")
     if mode & (stat.S_IRGRP | stat.S_IROTH):
         note(f"--api-key-file {path}: others may read it; chmod 600 keeps it to yourself")
-    return keys
+    return frozenset(keys)

@@ -374,7 +374,7 @@ def _chat_of(body: Json, reasoning_effort: str | None) -> Chat:
     request = {key: body[key] for key in REQUEST_KEYS if key in body}
     if reasoning_effort is not None:
         if reasoning_effort not in EFFORTS:
-            raise refused("reasoning_effort", f"is {reasoning_effort!r}, expected one of {', '.join(EFFORTS)}")
+            raise refused("reasoning_effort", f"is {reasoning_effort!r}, expected one of {', '.join(EFFORTS)}; thinking: false turns reasoning off")
         if request.get("thinking_effort") not in (None, reasoning_effort):
             raise refused("reasoning_effort", f"is {reasoning_effort!r}, but thinking_effort says otherwise; give one of them")
         request["thinking_effort"] = reasoning_effort

@@ -505,7 +505,7 @@ class Store:
         self._scheduler.promote(incoming.job)
 
     def _settle_prefetches(self, layer: int, keys: Sequence[ExpertKey]) -> None:
-        """Count the guesses for a layer that were right, and give up the others as far as they are not read yet."""
+        """Count the guesses for a layer: those that were right, and the others, which are given up as far as they are not read yet."""
         if not self._prefetched:
             return
         # What has arrived by now is no longer to be given up.
@@ -515,9 +515,15 @@ class Store:
             self._prefetched.discard(key)
             if key in needed:
                 self.counts.n_prefetch_used += 1
-            elif key in self._incoming:
-                self.counts.n_prefetch_cancelled += 1
-                self._kill(self._incoming[key])
+            else:
+                self._give_up_guess(key)
+
+    def _give_up_guess(self, key: ExpertKey) -> None:
+        if key in self._incoming:
+            self.counts.n_prefetch_cancelled += 1
+            self._kill(self._incoming[key])
+        else:
+            self.counts.n_prefetch_wasted += 1
 
     # Failures.
 
@@ -731,9 +737,7 @@ class Store:
         self._whole_in_host.clear()
         # The layers that these were guessed for do not come next.
         for key in self._prefetched:
-            if key in self._incoming:
-                self.counts.n_prefetch_cancelled += 1
-                self._kill(self._incoming[key])
+            self._give_up_guess(key)
         self._prefetched.clear()
 
 
