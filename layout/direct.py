@@ -160,12 +160,17 @@ def probe_directory(directory: Path) -> ReadMode:
     Raises BadInputError if the directory is not there.
     """
     try:
-        entries = [entry for entry in os.scandir(directory) if entry.is_file()]
+        entries = list(os.scandir(directory))
     except OSError as error:
         raise BadInputError(f"{directory}: cannot be opened as a directory: {error.strerror}") from None
     for entry in entries:
         try:
-            if entry.stat().st_size >= PAGE:
+            is_usable = entry.is_file() and entry.stat().st_size >= PAGE
+        except OSError:
+            # Such as a link that leads in a circle. Whether a file that is needed can be read is told where it is.
+            continue
+        try:
+            if is_usable:
                 return _probe_file(Path(entry.path))
         except FileNotFoundError:
             # Someone is at work in the directory: a partial file has just got its name.

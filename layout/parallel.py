@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from queue import SimpleQueue
 from typing import TypeVar
 
+from layout.early_exit import REQUESTS_TO_END
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -56,7 +58,7 @@ def run_parallel(items: Iterable[Item], make_worker: Callable[[], Callable[[Item
 
 def start_threads(threads: Iterable[threading.Thread]) -> None:
     """Start all threads, Ctrl-C held back meanwhile: in the middle of a start it would leave a thread that nobody can wait for."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS_TO_END)
     try:
         for thread in threads:
             thread.start()

@@ -1,6 +1,7 @@
 """A prepared model on disk: its manifest, where its drives are, and which copies of the experts are really there."""
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +11,7 @@ import numpy as np
 import xxhash
 
 from layout.direct import Extent
-from layout.hash_lists import ExpertHashes
+from layout.hash_lists import HASH_LIST_NAME, ExpertHashes
 from layout.holes import size_fault
 from layout.record import LAYOUT_NAME, NIBBLE_ORDER, SCALE_KIND, RecordLayout, expert_file_name, record_layout
 from layout.sizes import counted
@@ -78,7 +79,8 @@ def _load_hashes(path: Path, manifest: Manifest) -> ExpertHashes:
     try:
         data = list_path.read_bytes()
     except OSError as error:
-        raise DamagedDataError(f"{list_path}: cannot be read: {error.strerror}; without it no expert can be verified") from None
+        cure = _list_cure(path, list_path, manifest) if isinstance(error, FileNotFoundError) else ""
+        raise DamagedDataError(f"{list_path}: cannot be read: {error.strerror}; without it no expert can be verified{cure}") from None
     found = xxhash.xxh3_128_hexdigest(data)
     if found != manifest.experts.xxh3_128:
         raise DamagedDataError(f"{list_path}: xxh3-128 {found} differs from the manifest's {manifest.experts.xxh3_128}; restore it from a copy")
@@ -89,6 +91,12 @@ def _load_hashes(path: Path, manifest: Manifest) -> ExpertHashes:
         layer, expert = np.argwhere(unknown)[0]
         raise DamagedDataError(f"{list_path}: no hash for {counted(int(unknown.sum()), 'expert')}, the first is {expert_file_name(layer, expert)}")
     return hashes
+
+
+def _list_cure(path: Path, list_path: Path, manifest: Manifest) -> str:
+    """Say how the master list is put together from those of the drives: tiers A and B list every expert."""
+    lists = [str(Manifest.drive_directory(drive, path) / HASH_LIST_NAME) for drive in manifest.drives if drive.tier in BASE_TIERS]
+    return f"; each drive has its part of it: {shlex.join(['sort', '-u', '-V', '-k2', *lists])} > {shlex.quote(str(list_path))}"
 
 
 @dataclass(frozen=True)

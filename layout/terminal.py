@@ -15,18 +15,19 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from layout.early_exit import REQUESTS_TO_END
 from layout.sizes import format_rate, format_size
 from manifests.errors import Interrupted, KtierError
 
 PLAIN_LINE_EVERY_S = 10.0
 # Of what takes less time a rate says nothing.
 LEAST_RATED_S = 0.1
-_REQUESTS_TO_END = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_command(app: typer.Typer, *, name: str) -> int:
     """Run a command line and return its exit code; a user's mistake ends in one message, never in a stack trace."""
-    for number in _REQUESTS_TO_END:
+    _open_closed_streams(name)
+    for number in REQUESTS_TO_END:
         signal.signal(number, _interrupt)
     try:
         app(prog_name=name)
@@ -60,6 +61,16 @@ def add_version(app: typer.Typer, *, name: str) -> None:
         pass
 
 
+def _open_closed_streams(name: str) -> None:
+    """Give what was closed by whoever began the process a place: Python has None there, and nothing that is written or read expects that."""
+    is_lost = sys.stdout is None
+    for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, stream) is None:
+            setattr(sys, stream, open(os.devnull, mode))  # noqa: SIM115 (it stays open)
+    if is_lost:
+        note(f"{name}: standard output is closed: what would go there is lost")
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
     # A second Ctrl-C would break off the cleaning up that the first one began.
     _ignore_requests_to_end()
@@ -67,7 +78,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _ignore_requests_to_end() -> None:
-    for number in _REQUESTS_TO_END:
+    for number in REQUESTS_TO_END:
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -83,7 +94,12 @@ def say(text: str) -> None:
 def write_text(text: str) -> None:
     """Print a piece of a text that goes on."""
     global _is_in_line
-    print(text, end="", flush=True)
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}; the result is lost", "standard output") from None
     _is_in_line = not text.endswith("\n") if text else _is_in_line
 
 

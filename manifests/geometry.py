@@ -1,6 +1,7 @@
 """The shape of a model: every number that the code needs to know about it, and nothing of where it lies."""
 
 import math
+import sys
 from dataclasses import MISSING, asdict, dataclass, fields
 from importlib import resources
 from pathlib import Path
@@ -100,10 +101,20 @@ _AT_LEAST_ONE = (
     "vocab_size", "n_layers", "n_experts", "n_experts_per_token", "n_shared_experts", "n_heads", "kda_n_heads", "conv_kernel_size",
     "residual_block_size", "max_position_embeddings", "qk_nope_head_dim",
 )  # fmt: skip
+# Far beyond any model, and small enough that what counts up to it comes to an end.
+_MOST = 1 << 24
 
 
 def _faults_of(g: Geometry) -> list[str]:
-    faults = []
+    sizes = {f.name: getattr(g, f.name) for f in fields(g) if f.type is int}
+    if g.indexer is not None:
+        sizes |= {f"indexer.{name}": value for name, value in asdict(g.indexer).items()}
+    faults = [f"{name} is {value}, expected at most {_MOST}" for name, value in sizes.items() if value > _MOST]
+    if g.qk_rope_head_dim < 0:
+        faults.append(f"qk_rope_head_dim is {g.qk_rope_head_dim}, expected at least 0")
+    for name in ("rms_norm_eps", "lora_norm_eps"):
+        if not 0 < getattr(g, name) < math.inf:
+            faults.append(f"{name} is {getattr(g, name)}, expected a finite number above 0")
     for name in _IN_BLOCKS_OF_32:
         if getattr(g, name) < 32 or getattr(g, name) % 32:
             faults.append(f"{name} is {getattr(g, name)}, expected a multiple of 32 (Q8_0 and MXFP4 blocks)")
@@ -149,7 +160,7 @@ def _check_keys(kind: type, values: dict[str, Any], where: str, *, nested: set[s
         expected = known[name].type
         if expected is int and type(value) is not int:
             raise BadInputError(f"{where}: {name} is {value!r}, expected a whole number")
-        is_number = type(value) in (int, float) and math.isfinite(value)
+        is_number = type(value) in (int, float) and abs(value) <= sys.float_info.max
         if (expected is float and not is_number) or (expected == float | None and value is not None and not is_number):
             raise BadInputError(f"{where}: {name} is {value!r}, expected a number")
 
@@ -173,7 +184,8 @@ def load_geometry(name_or_path: str) -> Geometry:
             raise BadInputError(f"geometry {name_or_path}: neither one of {known} nor a file that can be read: {why}") from None
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    # Python reads no decimal number of more than 4300 digits.
+    except (yaml.YAMLError, ValueError) as error:
         raise BadInputError(f"geometry {name_or_path}: not YAML: {error}") from None
     if not isinstance(values, dict):
         raise BadInputError(f"geometry {name_or_path}: expected a mapping")

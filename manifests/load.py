@@ -3,8 +3,8 @@
 It judges the text alone. Whether the files that it names are there, and have their sizes, is for layout to see.
 """
 
-import math
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from datetime import datetime
@@ -71,6 +71,16 @@ class _StrictLoader(_YamlLoader):
                 raise yaml.MarkedYAMLError(problem=f"the key {key!r} {fault}", problem_mark=key_node.start_mark)
             values[key] = self.construct_object(value_node, deep=deep)
         return values
+
+
+def _whole_number(loader: _StrictLoader, node: Any) -> int:
+    """Read a whole number. Raises ValueError if it is too long to be named in a message: one in hex digits can be."""
+    number: int = loader.construct_yaml_int(node)
+    str(number)
+    return number
+
+
+_StrictLoader.add_constructor("tag:yaml.org,2002:int", _whole_number)
 
 
 def _key_fault(key: object, earlier: dict[Any, Any]) -> str | None:
@@ -202,7 +212,7 @@ _RULE_OF_TYPE: dict[type, _Rule] = {
     str: (bool, "a text that is not empty"),
     bool: (lambda _: True, ""),
     int: (lambda n: n >= 0, "a number from 0 on"),
-    float: (lambda x: math.isfinite(x) and x >= 0, "a finite number from 0 on"),
+    float: (lambda x: 0 <= x <= sys.float_info.max, "a finite number from 0 on"),
 }
 _HASH: _Rule = (lambda text: bool(re.fullmatch("[0-9a-f]{32}", text)), "32 lower-case hex digits")
 _FROM_ONE: _Rule = (lambda n: n >= 1, "a number from 1 on")

@@ -457,8 +457,8 @@ class Engine:
             torch.cuda.current_stream(self.device).synchronize()
         return time.perf_counter() - start
 
-    def flat_out_bytes_per_s(self) -> float:
-        """Measure what the same reader delivers flat out from the same files, now."""
+    def flat_out_bytes_per_s(self) -> float | None:
+        """Measure what the same reader delivers flat out from the same files, now; None if a drive does not answer."""
         return flat_out_bytes_per_s(_sources(self.prepared, self._copies, self.store), seconds=FLAT_OUT_SECONDS)
 
 

@@ -1,5 +1,6 @@
 """Token numbers and logits in safetensors files."""
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from layout.holes import kind_fault
-from layout.writer import write_bytes
+from layout.writer import PARTIAL_SUFFIX, write_bytes
 from manifests.errors import BadInputError, UsageError
 
 LOGITS_KEY = "logits"
@@ -21,14 +22,18 @@ LOGITS_KEY = "logits"
 def read_ids(path: Path, key: str) -> list[int]:
     """Return the token numbers under a key. Raises BadInputError if they are not there or are no one-dimensional whole numbers."""
     ids = _read(path, key, cure="; name one with --key")
-    if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+    if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise BadInputError(f"{path}: {key} is {ids.dtype} {list(ids.shape)}, expected whole numbers [tokens]")
     return [int(i) for i in ids.tolist()]
 
 
 def read_logits(path: Path) -> Tensor:
-    """Return the float32 logits in a file."""
-    return _read(path, LOGITS_KEY).float()
+    """Return the float32 logits in a file. Raises BadInputError if they are not there, or are no finite numbers."""
+    logits = _read(path, LOGITS_KEY)
+    if not logits.is_floating_point() or not bool(logits.float().isfinite().all()):
+        what = f"{LOGITS_KEY} is {logits.dtype} {list(logits.shape)}, not of finite numbers alone"
+        raise BadInputError(f"{path}: {what}; expected logits as krun score writes them")
+    return logits.float()
 
 
 def same_shape(other: Tensor, logits: Tensor, path: Path) -> Tensor:
@@ -48,6 +53,10 @@ def check_writable(path: Path, *, flag: str = "--out") -> None:
     """Raise UsageError if no file can be made at a path: known before the work, not after it."""
     if path.is_dir() or not path.parent.is_dir():
         raise UsageError(f"{flag} {path}: {'is a directory' if path.is_dir() else 'there is no directory ' + str(path.parent)}; name a file")
+    if path.exists() and (fault := kind_fault(path)) is not None:
+        raise UsageError(f"{flag} {path}: {fault}, which it would be replaced by; name another place")
+    if len(os.fsencode(path.name + PARTIAL_SUFFIX)) > os.pathconf(path.parent, "PC_NAME_MAX"):
+        raise UsageError(f"{flag} {path}: the name is too long for that file system; give a shorter one")
 
 
 @contextmanager

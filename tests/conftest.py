@@ -64,7 +64,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_threa
 @pytest.fixture(autouse=True)
 def signals_stay_as_they_were() -> Iterator[None]:
     """A command line that ran inside the test process leaves the requests to end ignored, and every process that is started later inherits that."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = [signal.getsignal(number) for number in numbers]
     yield
     for number, handler in zip(numbers, handlers, strict=True):

@@ -30,7 +30,7 @@ def kprep(*arguments: object) -> Outcome:
 
 def _run(app: typer.Typer, name: str, *arguments: object) -> Outcome:
     out, err = io.StringIO(), io.StringIO()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         with (
             redirect_stdout(out),

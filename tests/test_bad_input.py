@@ -16,12 +16,15 @@ import torch
 from conftest import DATA, Outcome, command, succeed
 from placing import add_copies
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_tensors
 
 from layout.checkpoint import INDEX_NAME, open_checkpoint
 from layout.record import expert_file_name
 from layout.terminal import run_command
+from manifests.errors import BadInputError
 from manifests.load import load_manifest
 from runtime.cli import app as krun_app
+from runtime.tensor_files import read_ids, read_logits
 
 USAGE, BAD_INPUT, DAMAGED, NO_SPACE, DEVICE = 2, 3, 4, 5, 6
 GOLDEN = DATA / "tiny-k3.1" / "golden.safetensors"
@@ -46,7 +49,7 @@ def tree(directory: Path) -> dict[Path, bytes | None]:
 @pytest.fixture
 def krun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Krun]:
     """krun's command line in this process, which has torch already; what it does not turn into a message fails the test."""
-    signals = (signal.SIGINT, signal.SIGTERM)
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = [signal.getsignal(number) for number in signals]
 
     def run(*arguments: object) -> Outcome:
@@ -485,6 +488,15 @@ def test_score_refuses_what_it_cannot_do(
     outcome = krun("score", "--device", "cpu", *(flag.format(**names) for flag in flags.split()))
     refused(outcome, code, *(part.format(**names) for part in parts))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", [torch.tensor([[1.0, float("nan")]]), torch.tensor([[1.0, float("inf")]]), torch.ones(1, 2, dtype=torch.complex64)])
+def test_logits_that_are_no_finite_numbers_are_refused(tmp_path: Path, value: torch.Tensor) -> None:
+    save_tensors({"logits": value, "ids": value[0].clone()}, tmp_path / "l.safetensors")
+    with pytest.raises(BadInputError, match="not of finite numbers alone"):
+        read_logits(tmp_path / "l.safetensors")
+    with pytest.raises(BadInputError, match="expected whole numbers"):
+        read_ids(tmp_path / "l.safetensors", "ids")
 
 
 @pytest.mark.parametrize(

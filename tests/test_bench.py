@@ -277,6 +277,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
         (["--ids", "1", "--prompt", "x"], "give one of --prompt TEXT, --ids 1,2,3"),
         (["--", "--stats-json", "/tmp/s.json"], "--stats-json: each run would write over the file of the one before"),
         (["--", "--heat-out", "/tmp/h.json"], "--heat-out: each run would write over"),
+        (["--pair", "--state-out /tmp/s"], "--state-out: each run would write over"),
         (["--synthetic", "tiny"], "exactly one of -m MANIFEST and --synthetic"),
         (["--dir", "/tmp"], "--dir: without effect with -m"),
         (["--rows", "1", "--routing", "zipf", "--keep-files"], "--routing, --rows, --keep-files: without effect with -m"),
@@ -325,7 +326,11 @@ def test_every_named_flag_reaches_generate(extractions: dict[str, Path], monkeyp
     assert ("--prompt-file", "p.txt") in pairwise(begun[1]) and "--prompt" not in begun[1]
 
 
-@pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"repeats": []}', '{"repeats": [{"ids": [1]}]}', '{"repeats": [5]}', "\xff"])
+@pytest.mark.parametrize(
+    "content",
+    [None, "", "[]", "{}", '{"repeats": []}', '{"repeats": [{"ids": [1]}]}', '{"repeats": [5]}', "\xff", "[" * 100_000],
+    ids=lambda content: str(content)[:30],
+)
 def test_a_file_that_is_no_bench_is_refused_before_any_run(
     extractions: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str | None
 ) -> None:
@@ -333,6 +338,37 @@ def test_a_file_that_is_no_bench_is_refused_before_any_run(
     if content is not None:
         path.write_bytes(content.encode("latin-1"))
     with pytest.raises(BadInputError, match=f"{path}: "):
+        refused(monkeypatch, "-m", extractions["tiny-k3.1"], "--against", path)
+
+
+@pytest.mark.parametrize(
+    "stats",
+    [
+        {"phases": []},
+        {"phases": None},
+        {"phases": {"decode": 5}},
+        {"phases": {"decode": {"n_device_hits": "x", "n_experts_used": 3}}},
+        {"phases": {"decode": {"n_device_hits": 1, "n_experts_used": []}}},
+        {"prompt_pass_s": "x"},
+        {"prompt_pass_s": True},
+        {"process_wall_s": {}},
+        {"storage_efficiency": float("nan")},
+        {"steady_decode_tok_per_s": 10**400},
+        {"expert_read_bytes": None},
+        {"expert_read_bytes": 7},
+        {"expert_read_bytes": []},
+        {"expert_read_bytes": {"decode": -1}},
+    ],
+    ids=lambda stats: str(stats)[:60],
+)
+def test_figures_of_before_that_are_none_are_refused_before_any_run(
+    extractions: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stats: dict[str, Any]
+) -> None:
+    path, good = tmp_path / "other.json", {"configuration": "A", "repeat": 1, "ids": [1], "prompt_ids": [1]}
+    path.write_text(json.dumps({"repeats": [{**good, "stats": {}}]}))
+    assert summary_of(read_bench(path)["repeats"])["A"]["prompt_pass_s"] is None
+    path.write_text(json.dumps({"repeats": [{**good, "stats": {}}, {**good, "stats": stats}]}))
+    with pytest.raises(BadInputError, match=f"{path}: no repeats with ids and stats in it, or figures that are no numbers"):
         refused(monkeypatch, "-m", extractions["tiny-k3.1"], "--against", path)
 
 

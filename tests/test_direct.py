@@ -246,6 +246,13 @@ def test_a_probe_of_no_directory_is_refused(tmp_path: Path) -> None:
             probe_directory(tmp_path / name)
 
 
+@pytest.mark.parametrize("target", ["loop", "absent", "."])
+def test_a_link_that_leads_to_no_file_is_passed_over(directory: Path, target: str) -> None:
+    (directory / "loop").symlink_to(target)
+    (directory / "L1-E0.bin").write_bytes(bytes(9792))
+    assert probe_directory(directory).is_direct == takes_direct_reads(directory)
+
+
 def test_a_directory_that_takes_no_file_is_read_buffered() -> None:
     # A directory of small files in which even root can make none.
     mode = probe_directory(Path("/proc/sys/kernel/random"))

@@ -3,6 +3,8 @@
 import json
 import os
 import pty
+import shlex
+import signal
 import subprocess
 import sys
 import termios
@@ -181,6 +183,7 @@ def test_a_tier_s_cap_holds_back_its_reads(extractions: dict[str, Path]) -> None
         (("--ids", "1", "--tier-cap", "AB=1"), 2, ("--tier-cap AB=1",)),
         (("--ids", "1", "--tier-cap", "A=0"), 2, ("--tier-cap A=0",)),
         (("--ids", "1", "--tier-cap", "A=few"), 2, ("--tier-cap A=few",)),
+        (("--ids", "1", "--tier-cap", "A=" + 5000 * "1"), 2, ("--tier-cap A=11",)),
         (("--ids", "1", "--tier-cap", "A=1", "--tier-cap", "A=2"), 2, ("--tier-cap A=2: tier A has one already",)),
         (("--ids", "1", "--tier-cap", "D=2"), 2, ("--tier-cap D=2: no drive of", "is in tier D; it has A")),
         (("--ids", "1", "--prefetch", "3"), 2, ("--prefetch",)),
@@ -196,6 +199,61 @@ def test_what_cannot_be_is_refused_before_the_spine_is_read(
     outcome = krun("generate", "-m", prepared_copy, "--device", "cpu", *(flag.format(tmp=tmp_path) for flag in flags))
     refused(outcome, code, *(part.format(tmp=tmp_path) for part in parts))
     assert "spine.gguf" not in outcome.err
+
+
+@pytest.mark.parametrize(("name", "what"), [("fifo", "is a FIFO, expected a file"), ("x" * 250, "the name is too long")])
+def test_an_output_that_would_take_the_place_of_no_file_is_refused(prepared_copy: Path, tmp_path: Path, name: str, what: str) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    refused(krun("generate", "-m", prepared_copy, "--ids", 1, "--stats-json", tmp_path / name), 2, f"--stats-json {tmp_path / name}: {what}")
+
+
+def test_a_link_to_itself_gives_way_to_an_output(extractions: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    ran("generate", "-m", extractions["tiny-k3.1"], "--ids", 1, "-n", 1, "--device", "cpu", "--heat-out", tmp_path / "loop")
+    assert (tmp_path / "loop").is_file() and not (tmp_path / "loop").is_symlink()
+
+
+def test_an_output_that_fails_costs_none_of_the_others(extractions: dict[str, Path], tmp_path: Path) -> None:
+    kept = tmp_path / "s.json", tmp_path / "t.safetensors"
+    heat = tmp_path / "away" / "h.json"
+    heat.parent.mkdir()
+    flags = ("--heat-out", heat, "--stats-json", kept[0], "--trace-out", kept[1])
+    model = extractions["tiny-k3.1"]
+    process = real_run(model, "", "-n", "400", *map(str, flags))
+    assert process.stdout is not None and process.stdout.read(1)
+    heat.parent.rmdir()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1 and "away" in said and all(path.exists() for path in kept), said
+
+
+def real_run(model: Path, redirected: str, *flags: str) -> subprocess.Popen[str]:
+    """Start krun generate as a shell does, with streams closed or redirected."""
+    program = Path(sys.executable).with_name("krun")
+    line = shlex.join([str(program), "generate", "-m", str(model), "--ids", "5", "--device", "cpu", *flags])
+    # A test run under nohup ignores hang-ups, and its children would, too.
+    restored = "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); os.execvp('bash', ['bash', '-c', sys.argv[1]])"
+    command = [sys.executable, "-c", restored, f"exec {line} {redirected}"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_run_without_standard_error_still_gives_its_text(extractions: dict[str, Path]) -> None:
+    process = real_run(extractions["tiny-k3.1"], "2>&-", "-n", "2", "--json")
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and len(json.loads(out)["ids"]) == 2
+
+
+def test_a_full_standard_output_is_named(extractions: dict[str, Path]) -> None:
+    process = real_run(extractions["tiny-k3.1"], ">/dev/full", "-n", "2")
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1 and "krun: standard output: No space left on device; the result is lost" in said
+
+
+def test_a_closed_terminal_ends_a_run_in_order(extractions: dict[str, Path]) -> None:
+    process = real_run(extractions["tiny-k3.1"], "", "-n", "2000")
+    assert process.stdout is not None and process.stdout.read(1)
+    process.send_signal(signal.SIGHUP)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and said.rstrip().endswith("krun: interrupted; what was finished stays, and nothing half-written is left")
 
 
 def test_no_file_is_left_by_a_run_that_is_refused(prepared_copy: Path, tmp_path: Path) -> None:

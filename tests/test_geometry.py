@@ -1,6 +1,7 @@
 """Geometries: the shipped ones load, and whatever is not a sound shape is refused by name."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from manifests.errors import BadInputError
 from manifests.geometry import Geometry, geometry_from_dict, known_geometries, load_geometry
 
 DATA = Path(__file__).parent / "data"
+# More than 64 bits hold.
+MANY = 99999999999999999999
 
 
 def values_of(name: str = "tiny") -> dict[str, Any]:
@@ -60,7 +63,9 @@ def test_reads_a_geometry_from_a_file(tmp_path: Path) -> None:
     assert load_geometry(str(path)).n_experts == 48
 
 
-@pytest.mark.parametrize(("text", "message"), [("a: [", "not YAML"), ("- 1", "expected a mapping"), ("", "expected a mapping")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("a: [", "not YAML"), ("- 1", "expected a mapping"), ("", "expected a mapping"), (f"a: {'9' * 5000}", "not YAML: Exceeds")]
+)
 def test_refuses_a_file_that_holds_no_mapping(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
@@ -114,12 +119,29 @@ def without(key: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
         (lambda values: values | {5: 1}, r"unknown keys \[5\]"),
         (set_to(indexer={"n_heads": 4, "head_dim": 33, "top_k": 9}), "a head_dim that is a multiple of 32"),
         (set_to(indexer={"n_heads": 0, "head_dim": 32, "top_k": 9}), "at least one head"),
+        (set_to(indexer={"n_heads": 4, "head_dim": 32, "top_k": MANY}), rf"indexer\.top_k is {MANY}, expected at most 16777216"),
+        (set_to(rms_norm_eps=-1), "rms_norm_eps is -1, expected a finite number above 0"),
+        (set_to(rms_norm_eps=0.0), r"rms_norm_eps is 0\.0, expected a finite number above 0"),
+        (set_to(lora_norm_eps=-1e-6), "lora_norm_eps is -1e-06, expected a finite number above 0"),
         (set_to(n_experts_per_token=17), "n_experts_per_token is 17, but there are 16 experts"),
     ],
 )
 def test_refuses_an_unsound_geometry_and_says_where(change: Callable[[dict[str, Any]], dict[str, Any]], message: str) -> None:
     with pytest.raises(BadInputError, match=f"here.*{message}"):
         geometry_from_dict(change(values_of()), where="here")
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(Geometry) if f.type is int])
+@pytest.mark.parametrize("number", [MANY, (1 << 24) + 32])
+def test_refuses_a_number_that_no_model_has(name: str, number: int) -> None:
+    with pytest.raises(BadInputError, match=f"{name} is {number}, expected at most 16777216"):
+        geometry_from_dict(values_of() | {name: number}, where="here")
+
+
+@pytest.mark.parametrize("number", [-1, -MANY])
+def test_refuses_a_size_below_0(number: int) -> None:
+    with pytest.raises(BadInputError, match=f"qk_rope_head_dim is {number}, expected at least 0"):
+        geometry_from_dict(values_of() | {"qk_rope_head_dim": number}, where="here")
 
 
 def test_names_all_faults_of_a_shape_at_once() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -116,6 +117,23 @@ def test_a_hash_list_that_is_gone_is_damage(prepared_copy: Path) -> None:
     (prepared_copy / HASH_LIST_NAME).unlink()
     with pytest.raises(DamagedDataError, match=rf"{HASH_LIST_NAME}: cannot be read: No such file or directory; without it no expert can be verified"):
         open_prepared(prepared_copy)
+
+
+@pytest.mark.parametrize("tiers", [(), ("B",), ("A", "C"), ("B", "D")])
+def test_a_hash_list_that_is_gone_comes_back_as_the_message_says(prepared_copy: Path, tiers: tuple[str, ...]) -> None:
+    prepared = with_drives(prepared_copy, *tiers)
+    lists = [prepared.drive_directories[n] / HASH_LIST_NAME for n, drive in enumerate(prepared.manifest.drives) if drive.tier in "AB"]
+    lines = hash_lines(prepared_copy)
+    for n, path in enumerate(lists):
+        path.write_text("".join(lines[n :: len(lists)]))
+    whole = (prepared_copy / HASH_LIST_NAME).read_bytes()
+    (prepared_copy / HASH_LIST_NAME).unlink()
+    with pytest.raises(DamagedDataError) as caught:
+        open_prepared(prepared_copy)
+    _, _, cure = str(caught.value).rpartition("each drive has its part of it: ")
+    subprocess.run(cure, shell=True, check=True)
+    assert (prepared_copy / HASH_LIST_NAME).read_bytes() == whole
+    open_prepared(prepared_copy)
 
 
 def test_an_expert_without_a_hash_is_named(prepared_copy: Path) -> None:

@@ -23,6 +23,7 @@ from layout.direct import BUFFERED, PAGE, Extent, ReadMode, ShortReadError, alig
 from layout.read_backends import NativeThreads, PythonThreads, native_library
 from layout.reader import Completion, Reader, ReadRequest, check_hash
 from manifests.errors import DamagedDataError
+from runtime.storage.flat_out import Source, flat_out_bytes_per_s
 
 GUARD = 0xA5
 N_FILES = 8
@@ -259,10 +260,20 @@ def test_closing_leaves_a_read_behind_that_does_not_return(tmp_path: Path, monke
     (fifo,) = fifos(tmp_path, 1)
     reader = Reader([BUFFERED], [1], is_native=is_native)
     reader.submit(ReadRequest("late", 0, fifo, aligned_buffer(100)))
+    # Time for its thread to be in the read; one that is not yet is told to end and leaves nothing behind.
+    time.sleep(0.3)
     closing = threading.Thread(target=reader.close)
     closing.start()
     assert end_within(5, closing)
-    let_go_soon(fifo)
+    let_go(fifo)
+
+
+def test_a_drive_that_does_not_answer_has_no_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("layout.reader.CLOSE_S", 0.2)
+    monkeypatch.setattr("runtime.storage.flat_out.PATIENCE_S", 0.3)
+    (fifo,) = fifos(tmp_path, 1)
+    assert flat_out_bytes_per_s([Source(BUFFERED, 1, lambda _: fifo)], seconds=0.1) is None
+    let_go(fifo)
 
 
 def test_closing_drops_what_was_not_begun_and_ends_the_threads(drives: Drives, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
+import safetensors.torch
+import torch
 
 from manifests.errors import BadInputError, UsageError
 from manifests.geometry import Geometry, load_geometry
@@ -77,6 +79,14 @@ def test_a_trace_of_another_model_is_refused_by_name(k31: Geometry, tmp_path: Pa
     path = tmp_path / "t.safetensors"
     safetensors.numpy.save_file({"experts": BAD_TRACES[name]}, path)
     with pytest.raises(BadInputError, match="t.safetensors: experts"):
+        read_trace(path, k31)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float8_e4m3fn, torch.bool], ids=str)
+def test_a_trace_of_a_kind_that_is_no_whole_number_is_refused(k31: Geometry, tmp_path: Path, kind: torch.dtype) -> None:
+    path = tmp_path / "t.safetensors"
+    safetensors.torch.save_file({"experts": torch.zeros(2, 92, 16, dtype=kind)}, path)
+    with pytest.raises(BadInputError, match=r"t.safetensors: experts is \w+ \[2, 92, 16\], expected whole numbers"):
         read_trace(path, k31)
 
 

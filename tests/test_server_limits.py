@@ -399,6 +399,21 @@ def test_others_are_served_with_keys_alone(extractions: dict[str, Path], tmp_pat
             serve_command(extractions[NAME], host=host)
 
 
+@pytest.mark.parametrize("has_keys", [False, True])
+@pytest.mark.parametrize("host", ["nonsense..", "a" * 300])
+def test_a_host_that_is_none_is_told_so(tmp_path: Path, host: str, has_keys: bool) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("abcdefghijkl\n")
+    with pytest.raises(UsageError, match=f"--host {host}: .*expected an address or a name of this machine"):
+        serve_command(tmp_path, host=host, api_key_file=keys if has_keys else None)
+
+
+@pytest.mark.parametrize("name", ["", "  "])
+def test_an_empty_model_name_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match=f"--model-name '{name}': holds no name"):
+        serve_command(tmp_path, model_name=name)
+
+
 def test_a_drive_without_a_part_in_the_plan_is_no_lost_one(prepared_copy: Path, tmp_path: Path) -> None:
     tiers = f"A={tmp_path / 'a'}", f"C={tmp_path / 'c'}"
     # On one device a second copy brings nothing, so that C is left empty.

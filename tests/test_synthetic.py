@@ -141,6 +141,17 @@ def test_files_go_whatever_the_end_is(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [record_name(0)]
 
 
+def test_a_second_run_in_the_same_directory_is_refused_and_removes_nothing(folders: tuple[Path, Path]) -> None:
+    a, b = folders
+    with records_removed_afterwards([a], N_FILES):
+        (a / record_name(0)).write_text("the first one's")
+        outcome = krun("bench", "--synthetic", "tiny", *SMALL, "--dir", b, "--dir", a)
+        refused(outcome, 2, f"{a}: another bench uses this directory; wait for it, or name another")
+        assert [path.name for path in a.iterdir()] == [record_name(0)] and not list(b.iterdir())
+    with records_removed_afterwards([b, a], N_FILES) as n_there:
+        assert n_there == 0, "both are free again"
+
+
 def test_an_interrupted_run_leaves_no_file(folders: tuple[Path, Path]) -> None:
     a, _ = folders
     program = Path(sys.executable).with_name("krun")
@@ -195,7 +206,16 @@ def test_the_room_of_a_spine_is_known_before_it_is_made() -> None:
         (("--dir", "{a}/absent"), 2, ("--dir {a}/absent: there is no directory {a}/absent",)),
         (("--dir", "{a}", "--dir", "{a}/"), 2, ("is given twice",)),
         (("--dir", "{a}:fast"), 2, ("--dir {a}:fast: expected DIR[:GB_PER_S][@SHARE]",)),
-        (("--dir", "{a}:-3"), 2, ("expected a rate above 0",)),
+        (("--dir", "{a}:-3"), 2, ("--dir {a}:-3: expected DIR[:GB_PER_S][@SHARE]",)),
+        (("--dir", "{a}:1e-300"), 2, ("--dir {a}:1e-300: expected DIR[:GB_PER_S][@SHARE]",)),
+        (("--dir", "{a}:0.0009"), 2, ("expected a rate from 0.001 GB/s, below 1000",)),
+        (("--dir", "{a}:1_0"), 2, ("--dir {a}:1_0: expected",)),
+        (("--dir", "{a}:\u0661"), 2, (":\u0661: expected DIR",)),
+        (("--dir", "{a}:nan"), 2, (":nan: expected DIR",)),
+        (("--dir", "{a}:"), 2, ("--dir {a}:: expected DIR",)),
+        (("--dir", "{a}@1_0"), 2, ("@1_0: expected DIR",)),
+        (("--dir", "{a}@0"), 2, ("a share above 0, at most 1",)),
+        (("--dir", "{a}", "--seed", "9223372036854775808"), 2, ("--seed",)),
         (("--dir", "{a}@0.5"), 2, ("the first two directories must hold every expert",)),
         (("--dir", "{a}", "--routing", "zipf:x"), 2, ("--routing zipf:x",)),
         (("--dir", "{a}", "--routing", "gauss"), 2, ("--routing gauss: expected uniform, zipf",)),

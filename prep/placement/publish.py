@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from layout.early_exit import REQUESTS_TO_END
 from layout.hash_lists import HASH_LIST_NAME
 from layout.prepared import Prepared
 from layout.writer import replaced_file
@@ -30,7 +31,7 @@ def publish_with_lists(prepared: Prepared, drives: Sequence[Drive], publish: Cal
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
     """Hold Ctrl-C back: between the manifest and its lists is no place to stop."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS_TO_END)
     try:
         yield
     finally:

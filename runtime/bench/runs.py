@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from layout.early_exit import REQUESTS_TO_END
 from layout.sizes import counted, format_rate, format_size
 from manifests.errors import BadInputError, KtierError
 from runtime.bench.chart import RateSeries, TimeBar
@@ -24,6 +25,8 @@ from runtime.bench.document import repeat_facts
 # A process of its own, whichever way this one was started; -P: not a package that happens to lie in the current directory.
 _KRUN = (sys.executable, "-P", "-c", "from runtime.entry import main; main()")
 _MESSAGE_BEGIN = "krun: "
+# Above what any run measures, in seconds, bytes or rates, and small enough to be added and divided.
+_NO_FIGURE = 1e18
 
 
 class ChildError(KtierError):
@@ -87,7 +90,7 @@ def run_krun(arguments: Sequence[str], *, label: str) -> dict[str, Any]:
 def _interrupts_held_back() -> Iterator[None]:
     """Let an interrupt come only after the block: a process is not begun and then forgotten."""
     arrived: list[int] = []
-    former = {number: signal.signal(number, lambda number, _: arrived.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
+    former = {number: signal.signal(number, lambda number, _: arrived.append(number)) for number in REQUESTS_TO_END}
     try:
         yield
     finally:
@@ -143,17 +146,32 @@ def read_bench(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_bytes())
     except OSError as error:
         raise BadInputError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadInputError(f"{path}: is not JSON: {error}") from None
     repeats = document.get("repeats") if isinstance(document, dict) else None
     if not isinstance(repeats, list) or not repeats or not all(_is_repeat(repeat) for repeat in repeats):
-        raise BadInputError(f"{path}: no repeats with ids and stats in it: expected a file that krun bench --out wrote")
+        raise BadInputError(
+            f"{path}: no repeats with ids and stats in it, or figures that are no numbers: expected a file that krun bench --out wrote"
+        )
     return document
 
 
 def _is_repeat(value: Any) -> bool:
     kinds = {"configuration": str, "repeat": int, "ids": list, "prompt_ids": list, "stats": dict}
-    return isinstance(value, dict) and all(isinstance(value.get(key), kind) for key, kind in kinds.items())
+    if not isinstance(value, dict) or not all(isinstance(value.get(key), kind) for key, kind in kinds.items()):
+        return False
+    phases, read_bytes = value["stats"].get("phases", {}), value["stats"].get("expert_read_bytes", {})
+    decode = phases.get("decode", {}) if isinstance(phases, dict) else None
+    if not isinstance(decode, dict) or not isinstance(read_bytes, dict):
+        return False
+    # Before the figures that divide them.
+    counts = (decode.get(name) for name in ("n_experts_used", "n_device_hits", "n_host_hits"))
+    return all(map(_is_figure, counts)) and all(_is_figure(figure.take(value)) for figure in FIGURES)
+
+
+def _is_figure(value: Any) -> bool:
+    """Return whether a value is what a figure may be: a number that is not negative, NaN or without end, or None."""
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _NO_FIGURE)
 
 
 def check_same_prompt(prompt_ids: Sequence[int], others: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -194,7 +212,8 @@ def _stat(name: str) -> Callable[[Mapping[str, Any]], float | None]:
 def _hit_rate(kind: str) -> Callable[[Mapping[str, Any]], float | None]:
     def take(repeat: Mapping[str, Any]) -> float | None:
         decode = repeat["stats"].get("phases", {}).get("decode", {})
-        return decode[kind] / used if kind in decode and (used := decode.get("n_experts_used")) else None
+        n_hits, n_used = decode.get(kind), decode.get("n_experts_used")
+        return n_hits / n_used if n_hits is not None and n_used else None
 
     return take
 

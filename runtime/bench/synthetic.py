@@ -4,8 +4,10 @@ The bytes that are read, uploaded and multiplied are those of the real model; th
 """
 
 import contextlib
+import fcntl
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,6 +45,12 @@ _ADDENDS = ("attn_output.weight", "ffn_down.weight", "ffn_down_shexp.weight", "f
 _QUIET = 1 / 256
 
 
+_DECIMAL = r"[0-9]{1,18}(?:\.[0-9]{1,18})?"
+_DRIVE = re.compile(rf"([^:@]+)(?::({_DECIMAL}))?(?:@({_DECIMAL}))?")
+# GB/s: with the least a record of the large models takes 18 s.
+_LEAST_RATE, _NO_RATE = 0.001, 1000
+
+
 class EmulatedDrive(NamedTuple):
     """A directory that stands for a drive: at most bytes_per_s if given, holding a share of every layer's experts.
 
@@ -57,16 +65,13 @@ class EmulatedDrive(NamedTuple):
 
 def parse_emulated_drive(text: str) -> EmulatedDrive:
     """Read DIR[:GB_PER_S][@SHARE], such as /mnt/a:14 or /mnt/c:3.5@0.5. Raises UsageError."""
-    rest, _, share_text = text.partition("@")
-    path, _, rate_text = rest.partition(":")
-    try:
-        share = float(share_text) if share_text else 1.0
-        rate = float(rate_text) * 1e9 if rate_text else None
-    except ValueError:
-        raise UsageError(f"--dir {text}: expected DIR[:GB_PER_S][@SHARE], such as /mnt/c:3.5@0.5") from None
-    if not 0 < share <= 1 or (rate is not None and not 0 < rate < 1e12):
-        raise UsageError(f"--dir {text}: expected a rate above 0 in GB/s and a share above 0, at most 1")
-    return EmulatedDrive(Path(path), rate, share)
+    if (parts := _DRIVE.fullmatch(text)) is None:
+        raise UsageError(f"--dir {text}: expected DIR[:GB_PER_S][@SHARE], such as /mnt/c:3.5@0.5")
+    path, rate_text, share_text = parts.groups()
+    rate, share = None if rate_text is None else float(rate_text), float(share_text or 1)
+    if not 0 < share <= 1 or (rate is not None and not _LEAST_RATE <= rate < _NO_RATE):
+        raise UsageError(f"--dir {text}: expected a rate from {_LEAST_RATE} GB/s, below {_NO_RATE}, and a share above 0, at most 1")
+    return EmulatedDrive(Path(path), None if rate is None else rate * 1e9, share)
 
 
 def emulated_servers(drives: Sequence[EmulatedDrive]) -> list[int] | None:
@@ -98,18 +103,43 @@ def record_name(number: int) -> str:
 
 @contextmanager
 def records_removed_afterwards(directories: Sequence[Path], n_files: int) -> Iterator[int]:
-    """Give the number of record files that are there; those that came since are removed at the end, whatever the end is."""
-    paths = [directory / record_name(number) for directory in directories for number in range(n_files)]
-    there = {path for path in paths if path.exists()}
-    try:
-        yield len(there)
-    finally:
+    """Give the number of record files that are there; those that came since are removed at the end, whatever the end is.
+
+    Raises UsageError if another process does the same in one of the directories: it would lose its files.
+    """
+    with contextlib.ExitStack() as locks:
+        for directory in directories:
+            locks.enter_context(_locked(directory))
+        paths = [directory / record_name(number) for directory in directories for number in range(n_files)]
+        there = {path for path in paths if path.exists()}
         try:
-            _remove(path for path in paths if path not in there)
-        except BaseException:
-            # Interrupted while at it: no further interrupt comes.
-            _remove(path for path in paths if path not in there)
-            raise
+            yield len(there)
+        finally:
+            try:
+                _remove(path for path in paths if path not in there)
+            except BaseException:
+                # Interrupted while at it: no further interrupt comes.
+                _remove(path for path in paths if path not in there)
+                raise
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold a directory's lock, which ends with the process whatever the end is."""
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise UsageError(f"{directory}: cannot be opened to be locked: {error.strerror}; name another directory") from None
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"{directory}: another bench uses this directory; wait for it, or name another") from None
+        except OSError as error:
+            raise UsageError(f"{directory}: cannot be locked against a second bench: {error.strerror}; name a directory that can be") from None
+        yield
+    finally:
+        os.close(fd)
 
 
 def _remove(paths: Iterable[Path]) -> None:

@@ -1,5 +1,7 @@
 """Flags that several of krun's commands share, and what is true of flags before any work."""
 
+import os
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,7 +39,7 @@ def parse_tier_caps(texts: Sequence[str] | None) -> dict[str, int]:
     caps: dict[str, int] = {}
     for text in texts or ():
         tier, _, number = text.partition("=")
-        if len(tier) != 1 or tier not in TIERS or not number.isdecimal() or not 1 <= int(number) <= 1024:
+        if len(tier) != 1 or tier not in TIERS or not re.fullmatch("[0-9]{1,4}", number) or not 1 <= int(number) <= 1024:
             raise UsageError(f"--tier-cap {text}: expected a tier, {', '.join(TIERS)}, and a number of requests from 1 to 1024, such as C=2")
         if tier in caps:
             raise UsageError(f"--tier-cap {text}: tier {tier} has one already; give each tier once")
@@ -63,7 +65,7 @@ def is_long_context(text: str | None) -> bool:
 
 def check_outputs(paths: Mapping[str, Path | None]) -> None:
     """Raise UsageError if a file that a flag names cannot be made, or if two flags name the same: known before the work, not after it."""
-    seen: dict[Path, str] = {}
+    seen: dict[str, str] = {}
     for flag, path in paths.items():
         if path is None:
             continue
@@ -73,5 +75,5 @@ def check_outputs(paths: Mapping[str, Path | None]) -> None:
                 pass
         except OSError as error:
             raise UsageError(f"{flag} {path}: no file can be made in {path.parent}: {error.strerror}; name another place") from None
-        if (other := seen.setdefault(path.resolve(), flag)) != flag:
+        if (other := seen.setdefault(os.path.realpath(path), flag)) != flag:
             raise UsageError(f"{other} and {flag} both name {path}: give each a file of its own")

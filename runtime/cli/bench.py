@@ -89,7 +89,7 @@ def bench_command(
     ] = DEFAULT_ROUTING,
     warm: Annotated[int, typer.Option(min=0, help="With --synthetic: steps before those that are counted.")] = 2,
     rows: Annotated[int, typer.Option(min=1, max=16, help="With --synthetic: tokens of one step.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="With --synthetic: of spine, records and routing.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="With --synthetic: of spine, records and routing.")] = 0,
     keep_files: Annotated[bool, typer.Option("--keep-files", help="With --synthetic: leave the record files for the next run.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="F.json", help="Where the whole document goes.")] = None,
     chart: Annotated[Path | None, typer.Option(metavar="F.svg", help="Where a picture goes: drives over time, and a token's time.")] = None,
@@ -187,7 +187,7 @@ def _variant(name: str, arguments: list[str]) -> Variant:
     n_prompts = sum(values[key] is not None for key in ("prompt", "ids", "prompt_file"))
     if n_prompts > 1:
         raise UsageError("give one of --prompt TEXT, --ids 1,2,3 and --prompt-file F, or none")
-    if written := [flag for flag in ("stats_json", "heat_out", "trace_out") if values[flag] is not None]:
+    if written := [flag for flag in ("stats_json", "heat_out", "trace_out", "state_out") if values[flag] is not None]:
         flag = f"--{written[0].replace('_', '-')}"
         raise UsageError(f"{flag}: each run would write over the file of the one before; use --out, or {flag} with krun generate")
     if not n_prompts:

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ import typer
 from layout.sizes import counted, format_size
 from layout.terminal import note, say, write_text
 from layout.writer import write_bytes
-from manifests.errors import BadInputError, UsageError
+from manifests.errors import BadInputError, KtierError, UsageError
 from manifests.manifest import Manifest
 from runtime.bench.document import Configuration, device_facts, manifest_facts, repeat_facts, stats_document
 from runtime.bench.routing import write_trace
@@ -49,6 +49,7 @@ from runtime.report import statistics, statistics_lines
 from runtime.sampler import Sampler
 from runtime.saved_state import SavedState, new_ids, read_state, write_state
 from runtime.speculate import Drafting
+from runtime.storage.flat_out import PATIENCE_S
 from runtime.tensor_files import parse_ids
 from runtime.tokens import TextStream, Tokenizer, load_tokenizer
 
@@ -143,24 +144,43 @@ def generate_command(
             if drafting is not None:
                 drafting.drafter.close()
         facts = device_facts(engine.device)
+    command = ["krun", *sys.argv[1:]]
+    whole = stats_document(
+        command=command,
+        configurations={"A": Configuration(command, effective)},
+        manifest=manifest_facts(prepared.path, prepared.manifest),
+        device=facts,
+        repeats=[repeat_facts(document, configuration="A", repeat=1)],
+    )
+    results = [partial(_show, document, as_json=as_json)]
+    if stats_json is not None:
+        results.append(partial(write_bytes, stats_json, json.dumps(whole, ensure_ascii=False, indent=1).encode()))
+    if log is not None and heat_out is not None:
+        results.append(partial(_write_heat, heat_out, log))
+    if log is not None and trace_out is not None:
+        results.append(partial(_write_trace, trace_out, log, prepared.manifest.source.digest))
+    _write_all(results)
+
+
+def _write_all(results: Sequence[Callable[[], None]]) -> None:
+    """Write each result; the first one that fails is raised when the others are written."""
+    first: KtierError | OSError | None = None
+    for write in results:
+        try:
+            write()
+        except (KtierError, OSError) as error:
+            first = first or error
+    if first is not None:
+        raise first
+
+
+def _show(document: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         say(json.dumps(document, ensure_ascii=False))
-    else:
-        write_text("\n")
-        for line in [f"{counted(len(document['ids']), 'token')}, ended by {document['finish']}", *statistics_lines(document["stats"])]:
-            note(line)
-    if stats_json is not None:
-        command = ["krun", *sys.argv[1:]]
-        whole = stats_document(
-            command=command,
-            configurations={"A": Configuration(command, effective)},
-            manifest=manifest_facts(prepared.path, prepared.manifest),
-            device=facts,
-            repeats=[repeat_facts(document, configuration="A", repeat=1)],
-        )
-        write_bytes(stats_json, json.dumps(whole, ensure_ascii=False, indent=1).encode())
-    if log is not None:
-        _write_log(log, heat_out, trace_out, prepared.manifest.source.digest)
+        return
+    write_text("\n")
+    for line in [f"{counted(len(document['ids']), 'token')}, ended by {document['finish']}", *statistics_lines(document["stats"])]:
+        note(line)
 
 
 def _drafter_of(drafter: str | None, draft_gate: str | None) -> tuple[DrafterChoice | None, Gate]:
@@ -178,14 +198,15 @@ def _write_state(path: Path, manifest: Manifest, saved: SavedState) -> None:
     note(f"{path}: the state after {counted(len(saved.ids), 'token')}, {format_size(path.stat().st_size)}")
 
 
-def _write_log(log: RoutingLog, heat_out: Path | None, trace_out: Path | None, model: str) -> None:
-    if heat_out is not None:
-        write_heat(heat_out, log.heat())
-        note(f"{heat_out}: uses of {counted(int((log.heat() > 0).sum()), 'expert')}")
-    if trace_out is not None:
-        trace = log.trace()
-        write_trace(trace_out, trace, {"model": model})
-        note(f"{trace_out}: the experts of {counted(len(trace), 'token')}")
+def _write_heat(path: Path, log: RoutingLog) -> None:
+    write_heat(path, log.heat())
+    note(f"{path}: uses of {counted(int((log.heat() > 0).sum()), 'expert')}")
+
+
+def _write_trace(path: Path, log: RoutingLog, model: str) -> None:
+    trace = log.trace()
+    write_trace(path, trace, {"model": model})
+    note(f"{path}: the experts of {counted(len(trace), 'token')}")
 
 
 def _prompt_reader(prompt: str | None, ids: str | None, prompt_file: Path | None) -> Callable[[Tokenizer], list[int]]:
@@ -226,6 +247,8 @@ def _generate(
     finally:
         live.end()
     flat_out = engine.flat_out_bytes_per_s() if engine.decode_counts.read_bytes else None
+    if flat_out is None and engine.decode_counts.read_bytes:
+        live.note(f"the storage efficiency is not known: a drive did not answer for {PATIENCE_S:.0f} s")
     stats = statistics(engine, n_generated=len(new_ids), process_wall_s=_process_wall_s(), flat_out=flat_out)
     stats["drafting"] = None if drafting is None else drafting.statistics()
     return {"ids": new_ids, "prompt_ids": prompt_ids, "text": text, "finish": finish, "seed": sampler.seed, "stats": stats}

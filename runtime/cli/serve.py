@@ -1,5 +1,6 @@
 """krun serve: settings and one line per request to stderr."""
 
+import socket
 import stat
 from pathlib import Path
 from typing import Annotated
@@ -64,6 +65,9 @@ def serve_command(
 ) -> None:
     """Serve OpenAI's API, one answer at a time."""
     keys = _read_keys(api_key_file)
+    _check_host(host)
+    if model_name is not None and not model_name.strip():
+        raise UsageError(f"--model-name {model_name!r}: holds no name; leave it out for that of the manifest's directory")
     if not keys and not is_loopback(host):
         raise UsageError(f"--host {host}: others could reach it, and anyone would be answered; give --api-key-file F, or listen on 127.0.0.1")
     options = Options(
@@ -94,6 +98,17 @@ def serve_command(
         if server.fault is not None:
             raise server.fault
     note("ended as asked")
+
+
+def _check_host(host: str) -> None:
+    """Raise UsageError if a host is neither an address nor a name that this machine knows."""
+    try:
+        socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    # A name such as "a..b" is refused before anything is asked.
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not the name of a host"
+        expected = "expected an address or a name of this machine, such as 127.0.0.1; for one that others can reach also give --api-key-file F"
+        raise UsageError(f"--host {host}: {why}; {expected}") from None
 
 
 def _read_keys(path: Path | None) -> frozenset[bytes]:

@@ -26,6 +26,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from layout.early_exit import REQUESTS_TO_END
 from layout.sizes import counted
 from manifests.errors import BadInputError, KtierError
 from runtime.chat.format import EFFORTS, REQUEST_KEYS, Chat, encode_chat, parse_chat
@@ -452,7 +453,7 @@ class _HttpServer(uvicorn.Server):
             yield
             return
         loop = asyncio.get_running_loop()
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.getsignal(number) for number in REQUESTS_TO_END}
         for number in before:
             loop.add_signal_handler(number, self._on_signal)
         try:

@@ -12,6 +12,10 @@ from layout.reader import TO_MEMORY, Reader, ReadRequest, Target, Uploader
 from runtime.storage.drives import pieces_of
 
 DEPTHS = (1, 2, 4, 8, 16, 32)
+# A drive that says nothing for so long has stopped to answer.
+PATIENCE_S = 5.0
+# How long a wait may keep an interrupt.
+_TICK_S = 0.1
 
 
 class Source(NamedTuple):
@@ -30,8 +34,10 @@ def flat_out_bytes_per_s(
     buffers: Sequence[memoryview] | None = None,
     uploader: Uploader = TO_MEMORY,
     target: Target | None = None,
-) -> float:
+) -> float | None:
     """Read records at random from all sources at once, each at its depth and in pieces as the store's, for a time; return bytes per second.
+
+    None if the sources stopped to answer.
 
     buffers  to read into in turns, no fewer than all depths and one more for each source; None to make so many. What fits the processor's cache
              is read and copied on faster than what does not
@@ -51,17 +57,21 @@ def flat_out_bytes_per_s(
             reader.submit(ReadRequest(None, number, sources[number].choose(rng), free.popleft(), target=target))
 
         begun, n_in_flight = time.perf_counter(), len(begins)
+        heard = begun
         for number in begins:
             submit(number)
         while n_in_flight:
-            done = reader.wait()
-            n_in_flight -= 1
-            free.append(done.request.buffer)
-            if done.payload is not None:
-                n_read += len(done.payload)
-            if time.perf_counter() - begun < seconds:
-                submit(done.request.drive)
-                n_in_flight += 1
+            arrived = reader.take(_TICK_S)
+            heard = time.perf_counter() if arrived else heard
+            if time.perf_counter() - heard > PATIENCE_S:
+                return None
+            for done in arrived:
+                n_in_flight -= 1
+                free.append(done.request.buffer)
+                n_read += len(done.payload) if done.payload is not None else 0
+                if time.perf_counter() - begun < seconds:
+                    submit(done.request.drive)
+                    n_in_flight += 1
         return n_read / (time.perf_counter() - begun)
 
 
@@ -77,6 +87,6 @@ def best_flat_out(
     rates = {}
     for depth in DEPTHS:
         at_depth = [source._replace(depth=depth) for source in sources]
-        rates[depth] = flat_out_bytes_per_s(at_depth, seconds=seconds, buffers=buffers, uploader=uploader, target=target)
+        rates[depth] = flat_out_bytes_per_s(at_depth, seconds=seconds, buffers=buffers, uploader=uploader, target=target) or 0.0
     best = max(rates, key=lambda depth: rates[depth])
     return rates[best], best
