@@ -70,7 +70,7 @@ def synthetic_statistics(run: Run, model: SyntheticModel, *, flat_out: float, fl
     return {
         "steady_decode_tok_per_s": n_steps * run.setting.n_rows / seconds,
         "expert_read_bytes": {"decode": counts.read_bytes},
-        "storage_efficiency": counts.read_bytes / seconds / flat_out if counts.read_bytes else None,
+        "storage_efficiency": counts.read_bytes / seconds / flat_out if counts.read_bytes and flat_out else None,
         "flat_out_bytes_per_s": flat_out,
         "flat_out_depth": flat_out_depth,
         "token_time": token_time(times, n_steps),

@@ -43,6 +43,13 @@ def stats_of(*arguments: object) -> dict[str, Any]:
     return json.loads(bench("--json", *arguments).out)["repeats"][0]["stats"]
 
 
+def test_drives_that_do_not_answer_in_time_have_no_efficiency(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PATIENCE_S", "_TICK_S"):
+        monkeypatch.setattr(f"runtime.storage.flat_out.{name}", 0.0)
+    assert stats_of("--dir", folders[0])["storage_efficiency"] is None
+    assert "storage efficiency none" in bench("--dir", folders[0]).out
+
+
 def test_a_small_geometry_gets_no_more_files_than_it_has_experts_unless_more_are_asked_for(folders: tuple[Path, Path]) -> None:
     flags = [flag for flag in SMALL if flag not in ("--expert-files", N_FILES)]
     done = ran("bench", "--synthetic", "tiny", *flags, "--dir", folders[0])

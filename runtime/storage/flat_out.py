@@ -83,7 +83,8 @@ def best_flat_out(
     uploader: Uploader = TO_MEMORY,
     target: Target | None = None,
 ) -> tuple[float, int]:
-    """Return the best bytes per second over all depths, the same for every source, and the depth that gave it. Arguments as above."""
+    """Return the best bytes per second over all depths, the same for every source, and the depth that gave it; 0 if the sources stopped to answer at
+    each. Arguments as above."""
     rates = {}
     for depth in DEPTHS:
         at_depth = [source._replace(depth=depth) for source in sources]
